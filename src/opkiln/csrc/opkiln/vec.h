@@ -57,6 +57,10 @@ inline void settle_stores() {
 #endif
 }
 
+// 1.5 * 2^23 and the bias of exponents. Adding it rounds a small number to a whole one, in the low bits of
+// the sum, which shifted left by 23 are 2 to that power. AVX-512 has instructions for both.
+constexpr float kExponents = 12583039.0f;
+
 inline float widen(BFloat16 value) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(value.bits) << 16);
 }

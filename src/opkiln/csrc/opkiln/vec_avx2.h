@@ -55,7 +55,12 @@ struct Vec {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), join(even, odd));
   }
   static __m256i join(Vec even, Vec odd) {
-    return _mm256_blend_epi16(_mm256_srli_epi32(even.round_bfloat16(), 16), odd.round_bfloat16(), 0xaa);
+    const __m256i e = _mm256_castps_si256(even.value), o = _mm256_castps_si256(odd.value);
+    const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(e, 16), o, 0xaa);
+    const __m256i low = _mm256_blend_epi16(e, _mm256_slli_epi32(o, 16), 0xaa);
+    const __m256i is_odd = _mm256_and_si256(high, _mm256_set1_epi16(1));
+    const __m256i bias = _mm256_or_si256(is_odd, _mm256_set1_epi16(0x7ffe));
+    return _mm256_add_epi16(high, _mm256_srli_epi16(_mm256_avg_epu16(low, bias), 15));
   }
 
   // Rounds to bfloat16, in the upper half of each lane.
@@ -123,11 +128,13 @@ struct Vec {
     return at_least(all(-127), at_most(all(128), a));
   }
   friend Vec rest_of_whole(Vec a) {
-    return a - Vec{_mm256_round_ps(a.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+    return a - (whole_power(a) - all(kExponents));
   }
-  friend Vec times_power_of_two(Vec a, Vec whole) {
-    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(whole.value), _mm256_set1_epi32(127));
-    return a * Vec{_mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))};
+  friend Vec whole_power(Vec a) {
+    return a + all(kExponents);
+  }
+  friend Vec times_power_of_two(Vec a, Vec power) {
+    return a * Vec{_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(power.value), 23))};
   }
 };
 

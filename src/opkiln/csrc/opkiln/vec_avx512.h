@@ -56,10 +56,17 @@ struct Vec {
   static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), join(even, odd));
   }
+  // Rounds both halves of a pair at once, in words of 16 bits. The high word gains one if the low word is above
+  // a half, or is a half and the high word is odd: the carry of low + 0x7fff + odd.
+  //
+  // A NaN stays as it is, so its low half must be zero. It is in all that arithmetic makes of bfloat16 numbers.
   static __m512i join(Vec even, Vec odd) {
-    const __m512i high =
-        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), odd.is_number(), odd.round_bfloat16());
-    return _mm512_mask_blend_epi16(0x55555555, high, even.bfloat16_bits());
+    const __m512i e = _mm512_castps_si512(even.value), o = _mm512_castps_si512(odd.value);
+    const __m512i high = _mm512_mask_blend_epi16(0x55555555, o, _mm512_srli_epi32(e, 16));
+    const __m512i low = _mm512_mask_blend_epi16(0x55555555, _mm512_slli_epi32(o, 16), e);
+    // (high & 1) | 0x7ffe; the average adds one and drops the last bit
+    const __m512i bias = _mm512_ternarylogic_epi32(high, _mm512_set1_epi16(1), _mm512_set1_epi16(0x7ffe), 0xea);
+    return _mm512_add_epi16(high, _mm512_srli_epi16(_mm512_avg_epu16(low, bias), 15));
   }
 
   __mmask16 is_number() const {
@@ -142,9 +149,12 @@ struct Vec {
   friend Vec rest_of_whole(Vec a) {
     return {_mm512_reduce_ps(a.value, 0)};
   }
-  // a times 2 to the power of a whole number.
-  friend Vec times_power_of_two(Vec a, Vec whole) {
-    return {_mm512_scalef_ps(a.value, whole.value)};
+  // The nearest whole number, in the form that `times_power_of_two` takes.
+  friend Vec whole_power(Vec a) {
+    return a - rest_of_whole(a);
+  }
+  friend Vec times_power_of_two(Vec a, Vec power) {
+    return {_mm512_scalef_ps(a.value, power.value)};
   }
 };
 

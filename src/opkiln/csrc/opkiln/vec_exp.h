@@ -44,37 +44,39 @@ inline V exp2(const V& x) {
                              0.00961848896f, 0.00133999312f, 0.000153458116f};
   constexpr float kMiddle[] = {0.999999261f, 0.693121815f, 0.240247448f, 0.0559178603f, 0.0095701017f};
   constexpr float kCoarse[] = {0.999928074f, 0.693260986f, 0.242611122f, 0.0551716672f};
-  const V power = within_exponents(x);
-  const V rest = rest_of_whole(power);
-  const V whole = power - rest;
+  const V bounded = within_exponents(x);
+  const V rest = rest_of_whole(bounded), power = whole_power(bounded);
   if constexpr (kDigits <= 8) {
-    return times_power_of_two(polynomial(rest, kCoarse), whole);
+    return times_power_of_two(polynomial(rest, kCoarse), power);
   } else if constexpr (kDigits <= 11) {
-    return times_power_of_two(polynomial(rest, kMiddle), whole);
+    return times_power_of_two(polynomial(rest, kMiddle), power);
   } else {
-    return times_power_of_two(polynomial(rest, kFine), whole);
+    return times_power_of_two(polynomial(rest, kFine), power);
   }
 }
 
-// erfc(x) for x >= 0, as t * 2^(P(t) - x^2 * log2(e)) with t = 1 / (1 + k * x). For 24 digits the relative
-// error is below 1e-5 down to 2^-126, and below 1e-6 for small x. It is 3e-5 for 11 digits and 2e-4 for 8.
+// The normal distribution's tail, erfc(x / sqrt(2)) / 2, for 0 <= x <= kTailEnd. Its logarithm is a
+// polynomial for few digits; for 24 that would need too many terms, and it is t * 2^(P(t) - x^2 * log2(e) / 2)
+// with t = 1 / (1 + k * x). For 24 digits the relative error is below 1e-5 down to 2^-126, and below 1e-6 for
+// small x. For 8 digits it is below 2e-4. For 11 digits it is below 2e-5 down to 2^-30, and 1% at the end.
+template <int kDigits>
+constexpr float kTailEnd = kDigits == 11 ? 8.0f : 14.5f;
+
 template <int kDigits, class V>
-inline V erfc_of_positive(const V& x) {
-  constexpr float kFine[] = {-2.56661376f, 1.50475821f, 0.240888405f, 1.87085795f,
+inline V normal_tail(const V& x) {
+  constexpr float kFine[] = {-3.56661376f, 1.50475821f, 0.240888405f, 1.87085795f,
                              -3.11006798f, 4.2419235f,  -2.88739626f, 0.70564935f};
-  constexpr float kMiddle[] = {-1.82723351f, 1.46868309f, 0.367083919f, 0.684549075f, -1.02314629f, 0.330074709f};
-  constexpr float kCoarse[] = {-1.33644196f, 1.3801455f, 0.729184276f, -1.13867999f, 0.365765437f};
-  const V square = x * V::all(1.44269504f);
-  const auto from = [&](float k, const auto& coefficients) {
-    const V t = inverse<kDigits>(multiply_add(x, V::all(k), V::all(1)));
-    return t * exp2<kDigits>(subtract_product(polynomial(t, coefficients), square, x));
-  };
+  constexpr float kMiddle[] = {-1.00000191f,    -1.15119863f,     -0.4585751f,    -0.0538612343f,
+                               0.0084638074f, -0.000920196762f, 6.03841618e-05f, -1.77838899e-06f};
+  constexpr float kCoarse[] = {-1.00018382f,      -1.14903545f,   -0.462790489f,   -0.0507947765f, 0.00741626089f,
+                               -0.000743482669f, 4.75494198e-05f, -1.73123397e-06f, 2.71626543e-08f};
   if constexpr (kDigits <= 8) {
-    return from(0.7f, kCoarse);
+    return exp2<kDigits>(polynomial(x, kCoarse));
   } else if constexpr (kDigits <= 11) {
-    return from(0.5f, kMiddle);
+    return exp2<kDigits>(polynomial(x, kMiddle));
   } else {
-    return from(0.3f, kFine);
+    const V t = reciprocal(multiply_add(x, V::all(0.212132034f), V::all(1)));
+    return t * exp2<kDigits>(subtract_product(polynomial(t, kFine), x * V::all(0.72134752f), x));
   }
 }
 

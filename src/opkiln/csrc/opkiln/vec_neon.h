@@ -45,8 +45,11 @@ struct Vec {
     odd = {vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000u)))};
   }
   static void store_pair(Vec even, Vec odd, BFloat16* to) {
-    const uint32x4_t joined = vsriq_n_u32(odd.round_bfloat16(), even.round_bfloat16(), 16);
-    vst1q_u16(reinterpret_cast<uint16_t*>(to), vreinterpretq_u16_u32(joined));
+    const uint32x4_t e = vreinterpretq_u32_f32(even.value), o = vreinterpretq_u32_f32(odd.value);
+    const uint16x8_t high = vreinterpretq_u16_u32(vsriq_n_u32(o, e, 16));
+    const uint16x8_t low = vreinterpretq_u16_u32(vsliq_n_u32(e, o, 16));
+    const uint16x8_t bias = vbslq_u16(vdupq_n_u16(1), high, vdupq_n_u16(0x7ffe));
+    vst1q_u16(reinterpret_cast<uint16_t*>(to), vsraq_n_u16(high, vrhaddq_u16(low, bias), 15));
   }
   static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
     store_pair(even, odd, to);
@@ -74,10 +77,12 @@ struct Vec {
     return {vdivq_f32(a.value, b.value)};
   }
   friend Vec rough_reciprocal(Vec a) {
-    return reciprocal(a);
+    const float32x4_t guess = vrecpeq_f32(a.value);
+    return {vmulq_f32(guess, vrecpsq_f32(a.value, guess))};
   }
   friend Vec reciprocal(Vec a) {
-    return {vdivq_f32(vdupq_n_f32(1), a.value)};
+    const float32x4_t guess = rough_reciprocal(a).value;
+    return {vmulq_f32(guess, vrecpsq_f32(a.value, guess))};
   }
   friend Vec sqrt(Vec a) {
     return {vsqrtq_f32(a.value)};
@@ -106,11 +111,13 @@ struct Vec {
     return at_least(all(-127), at_most(all(128), a));
   }
   friend Vec rest_of_whole(Vec a) {
-    return a - Vec{vrndnq_f32(a.value)};
+    return a - (whole_power(a) - all(kExponents));
   }
-  friend Vec times_power_of_two(Vec a, Vec whole) {
-    const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(whole.value), vdupq_n_s32(127));
-    return a * Vec{vreinterpretq_f32_s32(vshlq_n_s32(biased, 23))};
+  friend Vec whole_power(Vec a) {
+    return a + all(kExponents);
+  }
+  friend Vec times_power_of_two(Vec a, Vec power) {
+    return a * Vec{vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(power.value), 23))};
   }
 };
 

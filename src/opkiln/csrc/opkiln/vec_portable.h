@@ -111,14 +111,14 @@ struct Vec {
     return at_least(all(-127), at_most(all(128), a));
   }
   friend Vec rest_of_whole(const Vec& a) {
-    const Vec shift = all(12582912);  // 1.5 * 2^23: adding it rounds to a whole number
-    return a - ((a + shift) - shift);
+    return a - (whole_power(a) - all(kExponents));
+  }
+  friend Vec whole_power(const Vec& a) {
+    return a + all(kExponents);
   }
   friend Vec times_power_of_two(const Vec& a, const Vec& power) {
     return each([&](int i) {
-      // Converting NaN to an integer is undefined in C++.
-      const int32_t whole = power.value[i] == power.value[i] ? static_cast<int32_t>(power.value[i]) : 0;
-      return a.value[i] * __builtin_bit_cast(float, static_cast<uint32_t>(whole + 127) << 23);
+      return a.value[i] * __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, power.value[i]) << 23);
     });
   }
 };

@@ -1,7 +1,8 @@
-// Four registers of floats as one value, for loops over independent elements.
+// Several registers of floats as one value, for loops over independent elements.
 //
 // Each operation on one register waits for the one before it, and a CPU looks only some hundred instructions
-// ahead. With four independent registers one of them can always proceed: gelu took 0.55 of the time.
+// ahead. With independent registers side by side one of them can always proceed: gelu by erf took 0.8 of the
+// time with eight that it took with four.
 #pragma once
 
 #include "vec.h"
@@ -11,56 +12,59 @@ OPKILN_NAMESPACE_BEGIN
 // The type of the elements decides their order among the lanes: bfloat16 is
 // split into even and odd elements, which needs no permutation. So all operands
 // in a loop must have the same type, or the same value in all lanes.
-struct Wide {
-  static constexpr int kLanes = 4 * Vec::kLanes;
-  Vec a, b, c, d;
+template <int kCount>
+struct Registers {
+  static constexpr int kLanes = kCount * Vec::kLanes;
+  static_assert(kCount % 2 == 0);
+  Vec parts[kCount];
+
+  using Wide = Registers;
 
   template <class Function, class... Wides>
   static Wide each(const Function& function, const Wides&... of) {
-    return {function(of.a...), function(of.b...), function(of.c...), function(of.d...)};
+    Wide out;
+    for (int i = 0; i < kCount; ++i) out.parts[i] = function(of.parts[i]...);
+    return out;
   }
 
   static Wide all(float x) {
     const Vec value = Vec::all(x);
-    return {value, value, value, value};
+    return each([&] { return value; });
   }
   template <class T>
   static Wide load(const T* from) {
-    constexpr int kStep = Vec::kLanes;
-    return {Vec::load(from), Vec::load(from + kStep), Vec::load(from + 2 * kStep), Vec::load(from + 3 * kStep)};
+    Wide out;
+    for (int i = 0; i < kCount; ++i) out.parts[i] = Vec::load(from + i * Vec::kLanes);
+    return out;
   }
   static Wide load(const BFloat16* from) {
     Wide out;
-    Vec::load_pair(from, out.a, out.b);
-    Vec::load_pair(from + 2 * Vec::kLanes, out.c, out.d);
+    for (int i = 0; i < kCount; i += 2) Vec::load_pair(from + i * Vec::kLanes, out.parts[i], out.parts[i + 1]);
     return out;
   }
 
   template <class T>
   void store(T* to) const {
-    constexpr int kStep = Vec::kLanes;
-    a.store(to), b.store(to + kStep), c.store(to + 2 * kStep), d.store(to + 3 * kStep);
+    for (int i = 0; i < kCount; ++i) parts[i].store(to + i * Vec::kLanes);
   }
   void store(BFloat16* to) const {
-    Vec::store_pair(a, b, to);
-    Vec::store_pair(c, d, to + 2 * Vec::kLanes);
+    for (int i = 0; i < kCount; i += 2) Vec::store_pair(parts[i], parts[i + 1], to + i * Vec::kLanes);
   }
 
   // Non-temporal stores. The memory must be aligned to kAroundAlignment bytes.
   template <class T>
   void store_around(T* to) const {
-    constexpr int kStep = Vec::kLanes;
-    a.store_around(to), b.store_around(to + kStep);
-    c.store_around(to + 2 * kStep), d.store_around(to + 3 * kStep);
+    for (int i = 0; i < kCount; ++i) parts[i].store_around(to + i * Vec::kLanes);
   }
   void store_around(BFloat16* to) const {
-    Vec::store_pair_around(a, b, to);
-    Vec::store_pair_around(c, d, to + 2 * Vec::kLanes);
+    for (int i = 0; i < kCount; i += 2) Vec::store_pair_around(parts[i], parts[i + 1], to + i * Vec::kLanes);
   }
   static constexpr int kAroundAlignment = 64;
 
   Vec sum() const {
-    return (a + b) + (c + d);
+    Vec total = parts[0];
+    for (int i = 1; i < kCount; ++i) total = total + parts[i];
+    return total;
   }
 
   friend Wide operator+(const Wide& x, const Wide& y) {
@@ -102,9 +106,14 @@ struct Wide {
   friend Wide rest_of_whole(const Wide& x) {
     return each([](Vec p) { return rest_of_whole(p); }, x);
   }
-  friend Wide times_power_of_two(const Wide& x, const Wide& whole) {
-    return each([](Vec p, Vec q) { return times_power_of_two(p, q); }, x, whole);
+  friend Wide whole_power(const Wide& x) {
+    return each([](Vec p) { return whole_power(p); }, x);
+  }
+  friend Wide times_power_of_two(const Wide& x, const Wide& power) {
+    return each([](Vec p, Vec q) { return times_power_of_two(p, q); }, x, power);
   }
 };
+
+using Wide = Registers<8>;
 
 OPKILN_NAMESPACE_END

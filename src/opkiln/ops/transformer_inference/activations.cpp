@@ -21,50 +21,30 @@ inline Wide curve(const Wide& x, const Activation& a) {
     if constexpr (kForm == Form::kTanh) slope = multiply_add(x * x, Wide::all(-a.cubic), slope);
     return x * opkiln::inverse<kDigits>(Wide::all(1) + opkiln::exp2<kDigits>(x * slope));
   } else {
-    // x - x/2 * erfc(x / sqrt(2)), or x/2 * erfc(-x / sqrt(2)): precise where the result is close to 0. The
-    // bound gives gelu(infinity) = infinity, as in the reference, instead of NaN.
-    const Wide positive = magnitude(at_most(Wide::all(1e18f), x));
-    const Wide tail = opkiln::erfc_of_positive<kDigits>(positive * Wide::all(0.707106781f));
-    return subtract_product(at_least(Wide::all(0), x), positive * Wide::all(0.5f), tail);
+    // max(x, 0) - |x| * tail(|x|): precise where the result is close to 0. The bound gives gelu(infinity) =
+    // infinity, as in the reference, instead of NaN.
+    const Wide distance = at_most(Wide::all(opkiln::kTailEnd<kDigits>), magnitude(x));
+    return subtract_product(at_least(Wide::all(0), x), distance, opkiln::normal_tail<kDigits>(distance));
   }
 }
 
 template <class T, Form kForm>
 void activate_plain(const Pointwise& p, int64_t first, int64_t last, bool around) {
-  const Activation activation = p.activation;  // a local, so that stores cannot alias it
   for_each_row(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
-    const T* const x = static_cast<const T*>(p.x) + row * p.columns + column;
-    T* const out = static_cast<T*>(p.out) + row * p.columns + column;
-    if (!p.bias) {
-      return fill(out, count, around, [=](int64_t at, int64_t some) {
-        prefetch_wide(x + at);
-        return curve<T, kForm>(load_some(x + at, some), activation);
-      });
-    }
-    const T* const bias = static_cast<const T*>(p.bias) + column;
-    fill(out, count, around, [=](int64_t at, int64_t some) {
-      prefetch_wide(x + at);
-      return curve<T, kForm>(load_some(x + at, some) + load_some(bias + at, some), activation);
-    });
+    const int64_t start = row * p.columns + column;
+    const T* const bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
+    fill(static_cast<T*>(p.out) + start, Inputs<T, 2>{static_cast<const T*>(p.x) + start, bias}, count, around,
+         [a = p.activation](const Wide (&x)[2]) { return curve<T, kForm>(x[0] + x[1], a); });
   });
 }
 
-// Computes a part of the result from the two halves of a row, the gate and the value.
+// Computes a part of the result from the two halves of a row and of the bias, the gate and the value.
 template <class T, Form kForm>
 void activate_halves(const Pointwise& p, const T* first, const T* second, const T* bias, const T* more,
                      T* out, int64_t count, bool around) {
-  const T *const gate = p.gate_first ? first : second, *const value = p.gate_first ? second : first;
-  const T *const gate_bias = p.gate_first ? bias : more, *const value_bias = p.gate_first ? more : bias;
-  const Activation activation = p.activation;
-  fill(out, count, around, [=](int64_t at, int64_t some) {
-    prefetch_wide(gate + at);
-    prefetch_wide(value + at);
-    Wide g = load_some(gate + at, some), v = load_some(value + at, some);
-    if (bias) {
-      g = g + load_some(gate_bias + at, some);
-      v = v + load_some(value_bias + at, some);
-    }
-    return curve<T, kForm>(g, activation) * v;
+  const auto inputs = p.gate_first ? Inputs<T, 4>{first, bias, second, more} : Inputs<T, 4>{second, more, first, bias};
+  fill(out, inputs, count, around, [a = p.activation](const Wide (&x)[4]) {
+    return curve<T, kForm>(x[0] + x[1], a) * (x[2] + x[3]);
   });
 }
 

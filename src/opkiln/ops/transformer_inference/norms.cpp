@@ -1,5 +1,5 @@
-// Norms of rows on host memory. Memory is read once: a row stays in the cache between its steps. The first
-// step of a row runs together with the last step of the previous row, so that reads and writes overlap.
+// Norms of rows on host memory. Memory is read once: a row stays in the cache between its steps. The steps of
+// successive rows run together, so that reads, arithmetic and writes overlap.
 
 #include <opkiln/floats.h>
 #include <opkiln/op.h>
@@ -11,48 +11,20 @@ namespace {
 
 using opkiln::Vec;
 
-// The sum of squared distances of a row from its mean.
+// What one pass does. First it computes x + residual + shift of one row, rounded to the stored type, and sums
+// up that or its squares. Then come the squared distances of an earlier row from its mean, and then the result
+// of a row before that. Null pointers are absent.
 template <class T>
-float squares_of_row(const T* row, int64_t columns, float mean) {
-  const auto take = [&]<class V>(V& sum, int64_t at) {
-    const V x = V::load(row + at) - V::all(mean);
-    sum = multiply_add(x, x, sum);
-  };
-  Wide sums = Wide::all(0);
-  int64_t at = 0;
-  for (; at < whole_registers(columns); at += Wide::kLanes) take(sums, at);
-  Vec rest = sums.sum();
-  for (; at + Vec::kLanes <= columns; at += Vec::kLanes) take(rest, at);
-  float sum = opkiln::sum_of_lanes(rest);
-  for (; at < columns; ++at) {
-    const float x = opkiln::as_float(row[at]) - mean;
-    sum += x * x;
-  }
-  return sum;
-}
-
-template <class T, bool kAround>
-inline void put(const Wide& value, T* to, int64_t count) {
-  if constexpr (kAround) {
-    if (count >= Wide::kLanes) return value.store_around(to);
-  }
-  store_some(value, to, count);
-}
-
-// The inputs and outputs of a row's first step. It computes x + residual +
-// shift, rounded to the stored type, and sums up that or its squares.
-template <class T>
-struct First {
+struct Pass {
   const T* x;
-  const T* residual;  // null: absent, like the next three members
+  const T* residual;
   const T* shift;
-  T* sum;   // null: not requested
+  T* sum;
   T* kept;  // a copy for the later steps, which stays in the cache
   float total;
-};
-
-template <class T>
-struct Last {
+  const T* centred;
+  float centre;
+  float squares;
   const T* row;
   const T* weight;
   const T* bias;
@@ -60,64 +32,100 @@ struct Last {
   float mean, scale;
 };
 
-// The first step of one row together with the last step of another. Either may be null.
-template <class T, bool kCentred, bool kAround>
-void step(First<T>* given, const Last<T>* last_given, int64_t columns) {
-  const First<T> first = given ? *given : First<T>{};
-  const Last<T> last = last_given ? *last_given : Last<T>{};
-  Wide total = Wide::all(0);
-  const Wide mean = Wide::all(last.mean), scale = Wide::all(last.scale);
+using Four = opkiln::Registers<4>;
+
+template <class T, bool kCentred>
+[[gnu::flatten]] void run_pass(Pass<T>& given, int64_t columns, bool around) {
+  const Pass<T> p = given;  // a local, so that stores cannot alias it
+  T ones[Four::kLanes];
+  Four::all(1).store(ones);
+  Four total = Four::all(0), squares = Four::all(0);
   const auto at_once = [&](int64_t at, int64_t some) {
-    if (first.x) {
-      prefetch_wide(first.x + at);
-      Wide x = load_some(first.x + at, some);
-      if (first.residual) {
-        prefetch_wide(first.residual + at);
-        if (first.shift) x = x + load_some(first.shift + at, some);
-        x = x + load_some(first.residual + at, some);
-        if (first.sum) put<T, kAround>(x, first.sum + at, some);
-        store_some(x, first.kept + at, some);
-        x = load_some(first.kept + at, some);
+    const auto load = [&](const T* from) { return load_some<Four>(from + at, some); };
+    const auto put = [&](const Four& value, T* to) {
+      if (around) {
+        value.store_around(to + at);
+      } else {
+        store_some(value, to + at, some);
+      }
+    };
+    if (p.x) {
+      prefetch_registers<Four>(p.x + at);
+      Four x = load(p.x);
+      if (p.residual) {
+        prefetch_registers<Four>(p.residual + at);
+        if (p.shift) x = x + load(p.shift);
+        x = x + load(p.residual);
+        if (p.sum) put(x, p.sum);
+        store_some(x, p.kept + at, some);
+        x = load(p.kept);
       }
       total = kCentred ? total + x : multiply_add(x, x, total);
     }
-    if (last.row) {
-      Wide out = load_some(last.row + at, some);
-      if constexpr (kCentred) out = out - mean;
-      out = out * scale;
-      if (last.weight) out = out * load_some(last.weight + at, some);
-      if (last.bias) out = out + load_some(last.bias + at, some);
-      put<T, kAround>(out, last.out + at, some);
+    if (kCentred && p.centred) {
+      Four x = load(p.centred) - Four::all(p.centre);
+      if (some < Four::kLanes) x = x * load_some<Four>(ones, some);
+      squares = multiply_add(x, x, squares);
+    }
+    if (p.row) {
+      Four out = load(p.row);
+      if constexpr (kCentred) out = out - Four::all(p.mean);
+      out = out * Four::all(p.scale);
+      if (p.weight) out = out * load(p.weight);
+      if (p.bias) out = out + load(p.bias);
+      put(out, p.out);
     }
   };
-  const int64_t whole = whole_registers(columns);
-  for (int64_t at = 0; at < whole; at += Wide::kLanes) at_once(at, Wide::kLanes);
+  const int64_t whole = whole_registers<Four>(columns);
+  for (int64_t at = 0; at < whole; at += Four::kLanes) at_once(at, Four::kLanes);
   if (whole < columns) at_once(whole, columns - whole);
-  if (given) given->total = opkiln::sum_of_lanes(total.sum());
+  given.total = opkiln::sum_of_lanes(total.sum());
+  given.squares = opkiln::sum_of_lanes(squares.sum());
 }
 
-template <class T, bool kCentred, bool kAround>
-void normalize_rows(const Norm& n, int64_t first, int64_t last, T* kept) {
+// Rows of sums take turns with these buffers, because their steps overlap.
+constexpr int64_t kKeptRows = 3;
+
+int64_t stride_of_kept(const Norm& n) { return (n.columns + Four::kLanes - 1) / Four::kLanes * Four::kLanes; }
+
+template <class T, bool kCentred>
+void normalize_rows(const Norm& n, int64_t first, int64_t last, bool around, T* kept) {
+  constexpr int kLag = kCentred ? 2 : 1;  // rows between a row's first step and its last
   const auto row_of = [&](const void* tensor, int64_t row) {
     return tensor ? static_cast<T*>(const_cast<void*>(tensor)) + row * n.columns : nullptr;
   };
-  // Rows of sums alternate between two buffers, because two steps overlap.
-  const int64_t stride = (n.columns + Wide::kLanes - 1) / Wide::kLanes * Wide::kLanes;
-  const auto beginning = [&](int64_t row) {
-    return First<T>{row_of(n.x, row),    row_of(n.residual, row),   row_of(n.input_bias, 0),
-                    row_of(n.sum, row), kept + row % 2 * stride, 0};
+  const auto kept_of = [&](int64_t row) {
+    return n.residual ? kept + row % kKeptRows * stride_of_kept(n) : row_of(n.x, row);
   };
-  First<T> now = beginning(first);
-  step<T, kCentred, kAround>(&now, nullptr, n.columns);
-  for (int64_t row = first; row < last; ++row) {
-    const T* const from = n.residual ? now.kept : now.x;
-    const float count = static_cast<float>(n.columns), mean = kCentred ? now.total / count : 0;
-    const float square = (kCentred ? squares_of_row(from, n.columns, mean) : now.total) / count;
-    const Last<T> ending{from, row_of(n.weight, 0), row_of(n.bias, 0), row_of(n.out, row), mean,
-                         1.0f / __builtin_sqrtf(square + n.eps)};
-    const bool more = row + 1 < last;
-    if (more) now = beginning(row + 1);
-    step<T, kCentred, kAround>(more ? &now : nullptr, &ending, n.columns);
+  const float count = static_cast<float>(n.columns);
+  float means[kKeptRows] = {}, scales[kKeptRows];
+  for (int64_t row = first; row < last + kLag; ++row) {
+    const int64_t centred = row - 1, done = row - kLag;
+    Pass<T> pass{};
+    if (row < last) {
+      pass.x = row_of(n.x, row);
+      pass.residual = row_of(n.residual, row);
+      pass.shift = row_of(n.input_bias, 0);
+      pass.sum = row_of(n.sum, row);
+      pass.kept = kept_of(row);
+    }
+    if (kCentred && first <= centred && centred < last) {
+      pass.centred = kept_of(centred);
+      pass.centre = means[centred % kKeptRows];
+    }
+    if (first <= done) {
+      pass.row = kept_of(done);
+      pass.weight = row_of(n.weight, 0);
+      pass.bias = row_of(n.bias, 0);
+      pass.out = row_of(n.out, done);
+      pass.mean = means[done % kKeptRows];
+      pass.scale = scales[done % kKeptRows];
+    }
+    run_pass<T, kCentred>(pass, n.columns, around);
+    if (kCentred) means[row % kKeptRows] = pass.total / count;
+    const int64_t measured = kCentred ? centred : row;
+    const float square = (kCentred ? pass.squares : pass.total) / count;
+    if (first <= measured) scales[measured % kKeptRows] = 1.0f / __builtin_sqrtf(square + n.eps);
   }
   opkiln::settle_stores();
 }
@@ -125,18 +133,14 @@ void normalize_rows(const Norm& n, int64_t first, int64_t last, T* kept) {
 template <class T>
 void normalize_rows(const Norm& n, int64_t first, int64_t last) {
   constexpr int64_t kOnStack = 16384;  // elements
-  const int64_t wanted = n.residual ? 2 * (n.columns + Wide::kLanes) : 0;
+  const int64_t wanted = n.residual ? kKeptRows * stride_of_kept(n) : 0;
   alignas(64) T few[kOnStack];
   T* const kept = wanted <= kOnStack ? few : static_cast<T*>(__builtin_malloc(wanted * sizeof(T)));
   OPK_CHECK(kept, "no memory for ", wanted, " elements");
   const bool around = n.rows * n.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes &&
-                      n.columns * sizeof(T) % Wide::kAroundAlignment == 0 &&
-                      may_go_around(static_cast<T*>(n.out)) && may_go_around(static_cast<T*>(n.sum));
-  if (n.centred) {
-    (around ? normalize_rows<T, true, true> : normalize_rows<T, true, false>)(n, first, last, kept);
-  } else {
-    (around ? normalize_rows<T, false, true> : normalize_rows<T, false, false>)(n, first, last, kept);
-  }
+                      n.columns % Four::kLanes == 0 && may_go_around(static_cast<T*>(n.out)) &&
+                      may_go_around(static_cast<T*>(n.sum));
+  (n.centred ? normalize_rows<T, true> : normalize_rows<T, false>)(n, first, last, around, kept);
   if (kept != few) __builtin_free(kept);
 }
 

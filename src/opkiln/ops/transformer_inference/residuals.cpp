@@ -11,23 +11,17 @@ namespace {
 template <class T>
 void add_part(const Sum& s, int64_t first, int64_t last) {
   const bool around = s.rows * s.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
-  const Wide scale = Wide::all(s.scale), attention_scale = Wide::all(s.attention_scale);
+  const float scale = s.scale, attention_scale = s.attention ? s.attention_scale : 1;
   for_each_row(first, last, s.columns, [&](int64_t row, int64_t column, int64_t count) {
     const int64_t start = row * s.columns + column;
     const auto part = [](const void* tensor, int64_t at) {
       return tensor ? static_cast<const T*>(tensor) + at : nullptr;
     };
-    const T *const hidden = part(s.hidden, start), *const residual = part(s.residual, start),
-            *const attention = part(s.attention, start), *const bias = part(s.bias, column),
-            *const more = part(s.attention_bias, column);
-    fill(static_cast<T*>(s.out) + start, count, around, [=](int64_t at, int64_t some) {
-      prefetch_wide(hidden + at);
-      prefetch_wide(residual + at);
-      Wide kept = load_some(residual + at, some);
-      if (bias) kept = kept + load_some(bias + at, some);
-      if (more) kept = kept + load_some(more + at, some);
-      const Wide sum = multiply_add(scale, kept, load_some(hidden + at, some));
-      return attention ? multiply_add(attention_scale, load_some(attention + at, some), sum) : sum;
+    const Inputs<T, 5> inputs{part(s.hidden, start), part(s.residual, start), part(s.bias, column),
+                              part(s.attention_bias, column), part(s.attention, start)};
+    fill(static_cast<T*>(s.out) + start, inputs, count, around, [=](const Wide (&x)[5]) {
+      const Wide sum = multiply_add(Wide::all(scale), x[1] + x[2] + x[3], x[0]);
+      return multiply_add(Wide::all(attention_scale), x[4], sum);
     });
   });
 }
@@ -42,17 +36,13 @@ void mix_part(const Mix& m, int64_t first, int64_t last) {
     const T* const mlp = static_cast<const T*>(m.mlp) + start;
     T* const out = static_cast<T*>(m.out) + start;
     if (m.by_row) {
-      const Wide one = Wide::all(opkiln::as_float(coef[2 * row])),
-                 two = Wide::all(opkiln::as_float(coef[2 * row + 1]));
-      return fill(out, count, around, [=](int64_t at, int64_t some) {
-        return multiply_add(load_some(residual + at, some), one, load_some(mlp + at, some) * two);
+      const float one = opkiln::as_float(coef[2 * row]), two = opkiln::as_float(coef[2 * row + 1]);
+      return fill(out, Inputs<T, 2>{residual, mlp}, count, around, [=](const Wide (&x)[2]) {
+        return multiply_add(x[0], Wide::all(one), x[1] * Wide::all(two));
       });
     }
-    fill(out, count, around, [=](int64_t at, int64_t some) {
-      const Wide one = load_some(coef + column + at, some);
-      const Wide two = load_some(coef + m.columns + column + at, some);
-      return multiply_add(load_some(residual + at, some), one, load_some(mlp + at, some) * two);
-    });
+    fill(out, Inputs<T, 4>{residual, coef + column, mlp, coef + m.columns + column}, count, around,
+         [](const Wide (&x)[4]) { return multiply_add(x[0], x[1], x[2] * x[3]); });
   });
 }
 

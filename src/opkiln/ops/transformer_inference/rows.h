@@ -8,30 +8,33 @@ namespace {
 
 using opkiln::Wide;
 
-constexpr int64_t whole_registers(int64_t count) { return count / Wide::kLanes * Wide::kLanes; }
-
-// Loads `count` elements, or a whole register if there are more; the rest is zero.
-template <class T>
-inline Wide load_some(const T* from, int64_t count) {
-  if (count >= Wide::kLanes) return Wide::load(from);
-  T some[Wide::kLanes] = {};
-  __builtin_memcpy(some, from, static_cast<size_t>(count) * sizeof(T));
-  return Wide::load(some);
+template <class V = Wide>
+constexpr int64_t whole_registers(int64_t count) {
+  return count / V::kLanes * V::kLanes;
 }
 
-template <class T>
-inline void store_some(Wide value, T* to, int64_t count) {
-  if (count >= Wide::kLanes) return value.store(to);
-  T some[Wide::kLanes];
+// Loads `count` elements, or all that fit if there are more; the rest is zero.
+template <class V, class T>
+inline V load_some(const T* from, int64_t count) {
+  if (count >= V::kLanes) return V::load(from);
+  T some[V::kLanes] = {};
+  __builtin_memcpy(some, from, static_cast<size_t>(count) * sizeof(T));
+  return V::load(some);
+}
+
+template <class V, class T>
+inline void store_some(const V& value, T* to, int64_t count) {
+  if (count >= V::kLanes) return value.store(to);
+  T some[V::kLanes];
   value.store(some);
   __builtin_memcpy(to, some, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Prefetches the cache lines that loops over Wides read some iterations later.
-template <class T>
-inline void prefetch_wide(const T* from) {
+// Prefetches the cache lines that a loop over V reads some iterations later.
+template <class V, class T>
+inline void prefetch_registers(const T* from) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t at = 0; at < Wide::kLanes; at += kLine) opkiln::prefetch_ahead(from + at);
+  for (int64_t at = 0; at < V::kLanes; at += kLine) opkiln::prefetch_ahead(from + at);
 }
 
 // Whether `to` is aligned for non-temporal stores of whole registers.
@@ -40,17 +43,53 @@ inline bool may_go_around(const T* to) {
   return reinterpret_cast<uintptr_t>(to) % Wide::kAroundAlignment == 0;
 }
 
-// Stores value(at, count) for each register of the `count` elements at `to`. value(at, count) computes the
-// elements from `at` on; its `count` is a whole register except at the end.
-template <class T, class Value>
-inline void fill(T* to, int64_t count, bool around, Value value) {
-  const int64_t whole = whole_registers(count);
-  if (around && may_go_around(to)) {
-    for (int64_t at = 0; at < whole; at += Wide::kLanes) value(at, Wide::kLanes).store_around(to + at);
-  } else {
-    for (int64_t at = 0; at < whole; at += Wide::kLanes) value(at, Wide::kLanes).store(to + at);
+// The tensors that a loop reads, at its first element. A null pointer is absent.
+template <class T, int kCount>
+struct Inputs {
+  const T* from[kCount];
+  int64_t mask[kCount];  // of offsets: 0 repeats the first register. Set by fill().
+};
+
+// Stores value(x) for each register of the `count` elements at `to`; x is an array of the inputs' registers.
+// Everything is inlined here, because a call would pass registers in memory.
+template <class T, int kCount, class Value>
+[[gnu::flatten, gnu::noinline]] void fill_registers(T* to, const Inputs<T, kCount> inputs, int64_t count,
+                                                    bool around, const Value value) {
+  for (int64_t at = 0; at < count; at += Wide::kLanes) {
+    Wide x[kCount];
+    for (int i = 0; i < kCount; ++i) {
+      const T* const from = inputs.from[i] + (at & inputs.mask[i]);
+      prefetch_registers<Wide>(from);
+      x[i] = Wide::load(from);
+    }
+    const Wide out = value(x);
+    if (around) {
+      out.store_around(to + at);
+    } else {
+      out.store(to + at);
+    }
   }
-  if (whole < count) store_some(value(whole, count - whole), to + whole, count - whole);
+}
+
+// The same for any count. Absent inputs are -0, which changes no sum. The rest goes through padded registers.
+template <class T, int kCount, class Value>
+void fill(T* to, Inputs<T, kCount> inputs, int64_t count, bool around, const Value& value) {
+  alignas(64) T none[Wide::kLanes], rest[kCount + 1][Wide::kLanes] = {};
+  Wide::all(-0.0f).store(none);
+  for (int i = 0; i < kCount; ++i) {
+    inputs.mask[i] = inputs.from[i] ? -1 : 0;
+    if (!inputs.from[i]) inputs.from[i] = none;
+  }
+  const int64_t whole = whole_registers(count);
+  fill_registers(to, inputs, whole, around && may_go_around(to), value);
+  if (whole == count) return;
+  const size_t bytes = static_cast<size_t>(count - whole) * sizeof(T);
+  for (int i = 0; i < kCount; ++i) {
+    __builtin_memcpy(rest[i], inputs.from[i] + (whole & inputs.mask[i]), bytes);
+    inputs.from[i] = rest[i];
+  }
+  fill_registers(rest[kCount], inputs, Wide::kLanes, false, value);
+  __builtin_memcpy(to + whole, rest[kCount], bytes);
 }
 
 // Calls body(row, column, count) for the parts of rows within the elements [first, last) of a matrix.
