@@ -86,6 +86,9 @@ def publish(source: str, root: str, relative: str) -> str:
         os.mkdir(staging, 0o700)
         for name in sorted(os.listdir(source)):
             _copy(os.path.join(source, name), os.path.join(staging, name))
+        # Not each after its copy: the first sync writes what the others need.
+        for name in os.listdir(staging):
+            sync(os.path.join(staging, name))
         sync(staging)
         try:
             _rename(staging, final)
@@ -172,13 +175,11 @@ def _copy(source: str, destination: str) -> None:
     mode = 0o700 if os.access(source, os.X_OK) else 0o600
     with create(destination, mode) as out, open(source, "rb") as data:
         shutil.copyfileobj(data, out, 1 << 20)
-        out.flush()
-        os.fsync(out.fileno())
 
 
-def sync(directory: str) -> None:
-    """Make the names in a directory survive a power failure. Raises OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: str) -> None:
+    """Make a file, or the names in a directory, survive a power failure. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
