@@ -111,17 +111,3 @@ def imports() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextmanager
-def young_collections() -> Iterator[None]:
-    """Collect only garbage that is made within the block, where collections are due as in any other
-    code: a full one would look at all that torch has made."""
-    if gc.get_freeze_count():  # by the program, which undoes it, or by another block
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -16,7 +16,6 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from opkiln.base.lazy import young_collections
 from opkiln.base.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.base.trust import usable_by_owner
 from opkiln.decision import receipt, terms
@@ -262,7 +261,6 @@ def obtain(request: Request) -> tuple[Artifact, Trace]:
     return _build(request, outcome), outcome.trace
 
 
-@young_collections()
 def _build(request: Request, outcome: Build) -> Artifact:
     """Run the plan of a decision. Raises OpkilnError."""
     from opkiln.base.lazy import imports
