@@ -13,7 +13,7 @@ from measure import Options
 
 NAME = "report"
 OPS = 30
-LIMIT_MS = 300.0
+LIMIT_MS = 200.0
 
 _OPS = """\
 from opkiln.builder import CUDAOpBuilder, OpBuilder

@@ -45,7 +45,7 @@ def task(
     *argv: str,
     after: tuple[str, ...] = (),
     memory: int = 0,
-    finish: Callable[[Completed], None] | None = None,
+    finish: Callable[[Completed], Callable[[], None] | None] | None = None,
 ) -> Task:
     return Task(
         name, "op", f"{name}.cpp", argv or ("true",), "/", {}, "/tmp", after, memory, finish
@@ -186,6 +186,45 @@ def test_what_finish_raises_is_the_failure_and_nothing_after_it_runs(tmp_path: P
             budget=a_budget(2),
         )
     assert not later.exists()
+
+
+def test_what_finish_returns_runs_beside_later_tasks_and_ends_before_execute() -> None:
+    later, done = threading.Event(), []
+
+    def rest() -> None:
+        assert later.wait(30), "the task after it does not wait for this"
+        done.append("a")
+
+    execute(
+        [
+            task("a", finish=lambda _: rest),
+            task("b", after=("a",), finish=lambda _: later.set()),
+        ],
+        timeout=60,
+        budget=a_budget(2),
+    )
+    assert done == ["a"]
+
+
+def test_what_finish_returns_may_fail_and_runs_before_later_tasks_on_one_cpu() -> None:
+    class Refused(Exception):
+        pass
+
+    later = []
+
+    def refuse() -> None:
+        raise Refused
+
+    with pytest.raises(Refused):
+        execute(
+            [
+                task("a", finish=lambda _: refuse),
+                task("b", after=("a",), finish=lambda _: later.append("b")),
+            ],
+            timeout=60,
+            budget=a_budget(1),
+        )
+    assert later == []
 
 
 def test_finish_runs_with_the_slot_given_back() -> None:

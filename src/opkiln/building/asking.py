@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 
 from opkiln.base.trust import usable_by_owner
+from opkiln.building.observing import observer
 from opkiln.decision import archs
 from opkiln.decision.search import plan_for
 from opkiln.errors import OpkilnError, ToolchainError
-from opkiln.machine.toolchain import choice
+from opkiln.machine.toolchain import choice, find
 from opkiln.run import events, progress
 from opkiln.run.process import once_per_thread
 from opkiln.settings import settings
@@ -63,6 +65,10 @@ def _ask_in_turn(request: Request) -> Toolchain:
         if not isinstance(got, lock.Turn):
             return got
         if not waited:
+            if request.fetches:  # the observer is for a build
+                found = (each.path for each in find.cxx_candidates() if not each.refused)
+                for cxx in islice(found, 1):
+                    observer.begin(store.memory, cxx)
             try:
                 return choice.choose(store.memory, backend, machine, spec)
             except ToolchainError as error:

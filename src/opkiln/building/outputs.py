@@ -87,10 +87,8 @@ class Stage:
 
         Raises schedule.StepFailed, SourcesChanging, and the engine's errors.
         """
-        steps = self.plan.steps
-        first = [step for step in steps if step.kind in ("compile", "stub")]
         for turn in range(_ROUNDS):
-            if not (self._make(first, turn) and self._make(steps, turn)):
+            if not self._make(turn):
                 continue
             if self.unobserved:
                 return ()
@@ -101,7 +99,7 @@ class Stage:
                 if not key.find_broken(found, self.places, self.hasher()):
                     return found
             self.made.clear()
-        sources = [step.source for step in first if step.output not in self.made]
+        sources = [step.source for step in self.plan.steps if step.output not in self.made]
         what = f"op {self.plan.spec.title}: its files were edited during each of {_ROUNDS} builds"
         if sources and sources[0]:
             what = f"{sources[0]} or one of its includes was edited during all {_ROUNDS} compiles"
@@ -141,12 +139,11 @@ class Stage:
     def hasher(self) -> Hasher:
         return Hasher(partial(digest, memory=self.store.memory))
 
-    def _make(self, steps: Iterable[Step], turn: int) -> bool:
-        """Make the missing outputs of these steps. False if one may be from files that have changed
-        since."""
+    def _make(self, turn: int) -> bool:
+        """Make the missing outputs. False if one may be from files that have changed since."""
         hasher = Hasher()
         missing = []
-        for step in steps:
+        for step in self.plan.steps:
             if step.output not in self.made:
                 found = _take_from_store(self, step, hasher) if step.kind == "compile" else None
                 if found is None:
@@ -157,7 +154,19 @@ class Stage:
                             step=step.output, wall=0.0, max_rss=0, cached=True)  # fmt: skip
         if missing:
             _StepRound(self, missing, turn).run()
-        return all(step.output in self.made for step in missing)
+        for step in self.plan.steps:
+            if any(output not in self.made for output in _list_needed(step, self.plan.steps)):
+                self.made.pop(step.output, None)
+        return all(step.output in self.made for step in self.plan.steps)
+
+
+def _list_needed(step: Step, steps: Iterable[Step]) -> tuple[str, ...]:
+    """The outputs of the steps that must come before one."""
+    return tuple(
+        each.output
+        for each in steps
+        if each.output in step.inputs or (each.kind == "stub" and step.kind == "link")
+    )
 
 
 def _take_from_store(stage: Stage, step: Step, hasher: Hasher) -> StepOutput | None:
@@ -251,7 +260,7 @@ class _StepRound:
             cwd=stage,
             env={**environment, **self._passes.environment(step)},
             tmpdir=stage,
-            after=tuple(each.output for each in self._steps if each.output in step.inputs),
+            after=_list_needed(step, self._steps),
             memory=step.memory,
             finish=lambda completed: self._finish(step, completed),
             threads=min(step.threads, most),
@@ -269,7 +278,9 @@ class _StepRound:
         kept = (each for each in renamed if copied.get(each, "") is not None)
         return command._replace(words=tuple(kept))
 
-    def _finish(self, step: Step, completed: Completed) -> None:
+    def _finish(self, step: Step, completed: Completed) -> Callable[[], None] | None:
+        """Check what the step did. The result finds out what it read: meanwhile the steps after it
+        may run, and are repeated if this one was not made from the present files."""
         stage = self._stage
         if step.output == self._plan.output:
             stage.links += 1
@@ -278,7 +289,11 @@ class _StepRound:
         look = observed.read_step(self._plan, step, stage.path, first, memory)
         if self._passes.is_missing(step, look):
             stage.launched = True
-            return
+            return None
+        return partial(self._keep, step, completed, look)
+
+    def _keep(self, step: Step, completed: Completed, look: observed.StepRecord | None) -> None:
+        stage = self._stage
         seen, same, why = self._passes.evidence(step, look)
         told = (completed.output, completed.wall, completed.max_rss)
         if seen is None:

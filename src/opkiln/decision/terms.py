@@ -217,6 +217,15 @@ class Survey:
         self.hasher = Hasher()
         self._tools: dict[tuple[object, ...], Toolchain | None] = {}
         self._signed: dict[str, list[int]] = {}
+        self._torch: dict[str, TorchSDK | None] = {}
+
+    def require_torch(self, spec: OpSpec) -> TorchSDK | None:
+        """As ``archs.require_torch``. Raises LoadError."""
+        from opkiln.decision.archs import require_torch
+
+        if spec.abi not in self._torch:
+            self._torch[spec.abi] = require_torch(spec)
+        return self._torch[spec.abi]
 
     def current_signatures(self, paths: list[str]) -> list[int]:
         """As ``digest.current_signatures``. Raises OSError."""
@@ -275,7 +284,8 @@ class Request:
         can run here."""
         from opkiln.decision.archs import require_torch
 
-        return require_torch(self.op.spec)
+        find = require_torch if self.survey is None else self.survey.require_torch
+        return find(self.op.spec)
 
     @cached_property
     def target(self) -> Target:

@@ -50,7 +50,7 @@ def stub_steps(inputs: PlanInputs) -> tuple[Step, ...]:
     if not _has_stub(inputs):
         return ()
     argv: tuple[Arg, ...] = (
-        inputs.toolchain.cxx, "-shared", "-nostdlib", "-x", "c++", "/dev/null",
+        inputs.toolchain.cxx, "-shared", "-nostdlib", "-x", "assembler", "/dev/null",
         "-Wl,-soname,libtorch_cpu.so", "-o", Anchored("", "stage", _STUB),
     )  # fmt: skip
     return (Step(kind="stub", output=_STUB, words=argv, memory=100 << 20),)

@@ -48,8 +48,9 @@ class Task(NamedTuple):
     tmpdir: str
     after: tuple[str, ...]
     memory: int  # bytes that it is expected to use
-    # Called after a zero exit. If the task ``may_fail``, after any.
-    finish: Callable[[Completed], None] | None
+    # Called after a zero exit. If the task ``may_fail``, after any. What it returns is called
+    # without arguments once the tasks after this one may have started.
+    finish: Callable[[Completed], Callable[[], None] | None] | None
     threads: int = 1  # the most it can use; each one takes a CPU of the budget, and ``memory``
     widened: Callable[[int], tuple[str, ...]] | None = None  # its argv for this many threads
     may_fail: bool = False  # a non-zero exit is a result like any other
@@ -78,7 +79,8 @@ def execute(
     not count: it has the same limit for itself.
 
     A task's ``finish`` is called in the thread that ran the task. By then the slot has been
-    released, and no task that depends on this one has started.
+    released, and no task that depends on this one has started. What ``finish`` returns is called
+    there, too, and has ended when this returns.
 
     The first failure kills the running tasks, cancels the rest and is raised: StepFailed for a
     non-zero exit, otherwise the exception itself (BuildTimeout, ToolchainError, what ``finish``
@@ -108,6 +110,7 @@ class _Run:
         self.cancelled = threading.Event()
         self.left = dict(tasks)  # neither started nor done
         self.results: dict[str, Completed] = {}
+        self.unfinished = 0  # tasks of which something is left to call
         self.failure: BaseException | None = None
         self.threads: list[threading.Thread] = []
         self.idle = 0
@@ -116,7 +119,9 @@ class _Run:
         try:
             with self.changed:
                 self._add_threads()
-                while self.failure is None and len(self.results) < len(self.tasks):
+                while self.failure is None and (
+                    self.unfinished or len(self.results) < len(self.tasks)
+                ):
                     # The wait needs a timeout. A signal may arrive just before the wait, or the
                     # kernel may deliver it to another thread. Then its exception is raised here
                     # only after the wait returns.
@@ -166,15 +171,22 @@ class _Run:
                 del self.left[task.name]
                 since = self.since
             try:
-                completed = self._perform(task, since)
+                completed, rest = self._perform(task, since)
+                with self.changed:
+                    self.results[task.name] = completed
+                    self.since = None
+                    self.unfinished += 1
+                    self.idle += rest is None
+                    self._add_threads()
+                    self.changed.notify_all()
+                if rest is not None:
+                    rest()
             except BaseException as error:
                 self._fail(error)
                 return
             with self.changed:
-                self.results[task.name] = completed
-                self.since = None
-                self.idle += 1
-                self._add_threads()
+                self.unfinished -= 1
+                self.idle += rest is not None
                 self.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -184,7 +196,9 @@ class _Run:
                 self.failure = error
             self._stop()
 
-    def _perform(self, task: Task, since: float | None) -> Completed:
+    def _perform(
+        self, task: Task, since: float | None
+    ) -> tuple[Completed, Callable[[], None] | None]:
         asked_at = time.monotonic()
         since = asked_at if since is None else since
         about = {"op": task.op, "label": task.label, "step": task.name}
@@ -222,6 +236,4 @@ class _Run:
             )
         if completed.returncode and not task.may_fail:
             raise StepFailed(task, completed)
-        if task.finish is not None:
-            task.finish(completed)
-        return completed
+        return completed, None if task.finish is None else task.finish(completed)

@@ -102,6 +102,7 @@ def move(staged: str, root: str, relative: str) -> str:
     """Move a directory of ``staging`` to ``root/relative``. Returns that path. The entry there may
     be another process's, if that one was faster. Raises OSError."""
     final = os.path.join(root, relative)
+    # Not each after its copy: the first sync writes what the others need.
     for name in os.listdir(staged):
         sync(os.path.join(staged, name))
     sync(staged)

@@ -52,6 +52,9 @@ def library(memory: tuple[str, ...], toolchain: Toolchain | None, stage: str) ->
     if uname.system() != "linux":
         return ""
     path = os.path.join(stage, "observer")
+    process, wait = _early
+    if process == os.getpid():
+        wait()
     # A cross compiler runs here, but what it makes does not.
     cxx = None if toolchain is None or toolchain.cross else toolchain.cxx
     try:
@@ -62,6 +65,23 @@ def library(memory: tuple[str, ...], toolchain: Toolchain | None, stage: str) ->
         return _hold(path) if any(mark in path for mark in " :\t\n") else path
     except (OSError, ValueError, ToolchainError, BuildTimeout):
         return ""  # no space, no compiler any more, a machine that hangs: the build reports it
+
+
+# (the process that has begun, what waits for its thread)
+_early: tuple[int, Callable[[], None]] = (0, lambda: None)
+
+
+def begin(memory: tuple[str, ...], cxx: str) -> None:
+    """Begin to make the observer with a compiler, before it is known whether that can be used: both
+    take long on a machine where nothing was built yet."""
+    global _early
+
+    def work() -> None:
+        with contextlib.suppress(OSError, ToolchainError, BuildTimeout), probing.scratch() as stage:
+            make(memory, _SOURCE, os.path.join(stage, "observer"), cxx)
+
+    if uname.system() == "linux":
+        _early = os.getpid(), probing.begin_in_thread(work)
 
 
 def make(
@@ -77,6 +97,7 @@ def make(
             if is_intact(kept, path):
                 return
     kind = () if program else ("-shared", "-fPIC")
+    # With -O2, they take twice as long to compile; they mostly wait for the kernel.
     flags = ("-x", "c", "-O1", "-s", *kind, "-o", path, source, "-ldl")
     for each in (cxx,) if cxx else _list_compilers(memory):
         done = run((each, *flags), timeout=_COMPILE_SECONDS, tmpdir=os.path.dirname(path))

@@ -191,7 +191,7 @@ def _shared_runtime(path: str) -> str:
         output = os.path.join(scratch, "probe.so")
         # -t makes the linker print each file that it opens. For an archive, it prints only the
         # members that it uses.
-        linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
+        linking = (path, "-shared", "-x", "assembler", os.devnull, "-o", output, "-Wl,-t")
         done = run(linking, timeout=60, tmpdir=scratch)
     if done.returncode != 0 or "libstdc++.so" in done.output or "libc++" in done.output:
         return ""

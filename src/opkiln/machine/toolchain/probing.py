@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from opkiln.base.digest import Signature, key, read_file
@@ -190,9 +191,10 @@ def search_path(verbose: str) -> list[str]:
 
 def own_programs(ask: Ask, names: Iterable[str]) -> list[list[str]]:
     """[name, program] of the parts that gcc or clang says it starts."""
+    asked = [begin_in_thread(partial(ask, f"-print-prog-name={each}")) for each in names]
     found = []
-    for part in names:
-        status, answer = ask(f"-print-prog-name={part}")
+    for wait in asked:
+        status, answer = wait()
         name = answer.strip()
         program = find.find_program(name) if status == 0 and name else None
         if program is not None:
