@@ -38,7 +38,7 @@ from opkiln.settings import build_switch, settings
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
+    from typing import ClassVar, Self
 
     from opkiln.builder.parameters import Value
 
@@ -116,6 +116,7 @@ class OpBuilder:
     PARAMETERS: Any = ()  # the compile-time parameters of decorated functions
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     OVERLOADS: tuple[str, ...] = ("", NO_GRAD)  # what a library's function is registered as
+    _made: ClassVar[dict[tuple[Value, ...], type[OpBuilder]]] = {}  # those of the variants
     _translated: OpSpec | None = None  # what hipify_extension() made, for builder()
 
     def __init__(
@@ -202,8 +203,9 @@ class OpBuilder:
 
     @classmethod
     def forget(cls) -> None:
-        """Have this process load the library anew: it has other functions, or sources."""
-        loader.forget(cls, cls().distribution, cls.NAME)
+        """Have this process load the libraries anew: they have other functions, or sources."""
+        for each in (cls, *cls._made.values()):
+            loader.forget(each, each().distribution, each.NAME)
 
     @classmethod
     def for_device(cls, device: str) -> Self:
@@ -215,8 +217,20 @@ class OpBuilder:
     @classmethod
     def variant(cls, values: tuple[Value, ...]) -> type[OpBuilder]:
         """The builder of the variant with these values."""
-        assert not values
-        return cls
+        found = cls._made.get(values) if values else cls
+        if found is None:
+            ending = cls.PARAMETERS.suffix(values)
+            overloads = cls.OVERLOADS
+            if cls.PARAMETERS.are_overloads:
+                overloads = tuple(f"{ending}_{each}" if each else ending for each in overloads)
+            words = {
+                "__module__": cls.__module__,
+                "NAME": cls.PARAMETERS.library(values),
+                "VALUES": values,
+                "OVERLOADS": overloads,
+            }
+            found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
+        return found
 
     @classmethod
     def variants(cls) -> tuple[type[OpBuilder], ...]:

@@ -68,8 +68,8 @@ def load(
         known = None if again else _find_loaded(op, must_be_native)
         if known is None:
             mine.raise_failure(op, failures)
-            if not loaded_here():
-                _tell_strange_settings()
+            for text in () if loaded_here() else unknown():  # variables: most likely misspelt
+                warn_caller(text, SettingWarning)
             if settings.record:
                 from opkiln.loading import recording
 
@@ -86,12 +86,6 @@ def load(
                 raise
             mine.since = time.time()
         return known
-
-
-def _tell_strange_settings() -> None:
-    """A variable that nobody reads is most likely misspelt. Told with the first load."""
-    for text in unknown():
-        warn_caller(text, SettingWarning)
 
 
 def _find_loaded(op: Op, must_be_native: bool) -> Loaded | None:
