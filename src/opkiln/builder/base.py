@@ -31,7 +31,7 @@ from opkiln.base.model import (
 )
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, UsageError, told_briefly
 from opkiln.loading import loader
-from opkiln.loading.here import Loaded
+from opkiln.loading.here import Loaded, here
 from opkiln.loading.register import is_tracing, load_in_trace
 from opkiln.settings import build_switch, settings
 
@@ -204,8 +204,12 @@ class OpBuilder:
     @classmethod
     def forget(cls) -> None:
         """Have this process load the libraries anew: they have other functions, or sources."""
-        for each in (cls, *cls._made.values()):
-            loader.forget(each, each().distribution, each.NAME)
+        libraries = (cls, *cls._made.values())
+        here.served = {
+            place: each for place, each in here.served.items() if place[0] not in libraries
+        }
+        for each in libraries:
+            loader.forget(each().distribution, each.NAME)
 
     @classmethod
     def for_device(cls, device: str) -> Self:
@@ -256,9 +260,10 @@ class OpBuilder:
             return False
         if cls.EMULATE or settings.cuda != EMULATED:
             return cls.EMULATE
-        builder = cls()
-        builder.ask_for(CUDA, None)
-        return all(source.endswith(".cu") for source in builder.sources())
+        builders = [each() for each in cls.PARTS or (cls,)]
+        for each in builders:
+            each.ask_for(CUDA, None)
+        return all(source.endswith(".cu") for each in builders for source in each.sources())
 
     @cached_property
     def backend(self) -> str:

@@ -149,9 +149,8 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
 _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's removal of one
 
 
-def forget(builder: type, distribution: str, op: str) -> None:
+def forget(distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
-    here.served = {place: each for place, each in here.served.items() if place[0] is not builder}
     native.unregister(distribution, op)
     for name, each in list(here.ops.items()):
         if name[:2] == (distribution, op):
