@@ -31,14 +31,14 @@ from opkiln.base.model import (
 )
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, UsageError, told_briefly
 from opkiln.loading import loader
-from opkiln.loading.here import Loaded
+from opkiln.loading.here import Loaded, here
 from opkiln.loading.register import is_tracing, load_in_trace
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
+    from typing import ClassVar, Self
 
     from opkiln.builder.parameters import Value
 
@@ -116,6 +116,7 @@ class OpBuilder:
     PARAMETERS: Any = ()  # the compile-time parameters of decorated functions
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     OVERLOADS: tuple[str, ...] = ("", NO_GRAD)  # what a library's function is registered as
+    _made: ClassVar[dict[tuple[Value, ...], type[OpBuilder]]] = {}  # those of the variants
     _translated: OpSpec | None = None  # what hipify_extension() made, for builder()
 
     def __init__(
@@ -202,8 +203,13 @@ class OpBuilder:
 
     @classmethod
     def forget(cls) -> None:
-        """Have this process load the library anew: it has other functions, or sources."""
-        loader.forget(cls, cls().distribution, cls.NAME)
+        """Have this process load the libraries anew: they have other functions, or sources."""
+        libraries = (cls, *cls._made.values())
+        here.served = {
+            place: each for place, each in here.served.items() if place[0] not in libraries
+        }
+        for each in libraries:
+            loader.forget(each().distribution, each.NAME)
 
     @classmethod
     def for_device(cls, device: str) -> Self:
@@ -215,8 +221,20 @@ class OpBuilder:
     @classmethod
     def variant(cls, values: tuple[Value, ...]) -> type[OpBuilder]:
         """The builder of the variant with these values."""
-        assert not values
-        return cls
+        found = cls._made.get(values) if values else cls
+        if found is None:
+            ending = cls.PARAMETERS.suffix(values)
+            overloads = cls.OVERLOADS
+            if cls.PARAMETERS.are_overloads:
+                overloads = tuple(f"{ending}_{each}" if each else ending for each in overloads)
+            words = {
+                "__module__": cls.__module__,
+                "NAME": cls.PARAMETERS.library(values),
+                "VALUES": values,
+                "OVERLOADS": overloads,
+            }
+            found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
+        return found
 
     @classmethod
     def variants(cls) -> tuple[type[OpBuilder], ...]:
@@ -242,9 +260,10 @@ class OpBuilder:
             return False
         if cls.EMULATE or settings.cuda != EMULATED:
             return cls.EMULATE
-        builder = cls()
-        builder.ask_for(CUDA, None)
-        return all(source.endswith(".cu") for source in builder.sources())
+        builders = [each() for each in cls.PARTS or (cls,)]
+        for each in builders:
+            each.ask_for(CUDA, None)
+        return all(source.endswith(".cu") for each in builders for source in each.sources())
 
     @cached_property
     def backend(self) -> str:

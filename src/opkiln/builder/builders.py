@@ -28,7 +28,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from opkiln.builder.parameters import Value
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
 
@@ -88,7 +87,6 @@ class DecoratedBuilder(CUDAOpBuilder):
     NEEDS: Mapping[str, Any]
     PARAMETERS = Parameters("")
     WITHOUT: Mapping[str, tuple[str, ...]] = {}  # functions that a backend's library does not have
-    _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
 
     @property
     def _declared_in(self) -> str:
@@ -132,28 +130,6 @@ class DecoratedBuilder(CUDAOpBuilder):
     def kernels(self) -> list[str]:
         lacking = self.WITHOUT.get(CPU if self.build_for_cpu else CUDA, ())
         return [each for each in super().kernels() if each not in lacking]
-
-    @classmethod
-    def forget(cls) -> None:
-        for library in (cls, *cls._made.values()):
-            super(DecoratedBuilder, library).forget()
-
-    @classmethod
-    def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
-        found = cls._made.get(values) if values else cls
-        if found is None:
-            ending = cls.PARAMETERS.suffix(values)
-            overloads = cls.OVERLOADS
-            if cls.PARAMETERS.are_overloads:
-                overloads = tuple(f"{ending}_{each}" if each else ending for each in overloads)
-            words = {
-                "__module__": cls.__module__,
-                "NAME": cls.PARAMETERS.library(values),
-                "VALUES": values,
-                "OVERLOADS": overloads,
-            }
-            found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
-        return found
 
     def _macros(self) -> tuple[str, ...]:
         return self.PARAMETERS.flags(self.VALUES) if self.VALUES else ()

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from opkiln.base.model import texts
 from opkiln.builder.entrance import Entrance
+from opkiln.builder.variants import device_of
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading.register import at_trace_time
 from opkiln.loading.schema import require_returns_at_once, schema_of
@@ -133,7 +134,11 @@ class DecoratedOp(Generic[_P, _R_co]):
         """Call native and reference and compare. Raises DifferenceError, and LoadError if there is
         no native version for these arguments."""
         entrance = self._entrance
-        variant, before = entrance.load_native(args, kwargs), entrance.refused
+        before = entrance.refused
+        variant, why = entrance.find_variant(args, kwargs)
+        if variant is None:
+            raise LoadError(f"op {self.builder.NAME} has no variant for these arguments", why=why)
+        variant.require_native(device_of(args, kwargs))
         result: _R_co = entrance.compare(variant.native or variant.overload, args, kwargs)
         if entrance.refused > before:
             why = next(reversed(entrance.reasons), "")
@@ -150,7 +155,8 @@ class DecoratedOp(Generic[_P, _R_co]):
     @told_briefly
     def reload(self) -> None:
         """Look at the sources again, and take in what changed. Raises OpkilnError."""
-        self._entrance.reload()
+        for each in list(self._entrance.variants.values()):
+            each.reload()
 
     def explain(self, device: str = "cpu", **values: Value) -> Explanation | Explanations:
         """Why the op is served as it is on this device; of an op with variants, each that has these

@@ -99,7 +99,7 @@ class Entrance:
         # Read in each call.
         self._is_plain = not parameters
         self.has_overloads = bool(parameters) and parameters.are_overloads
-        self._variants: dict[tuple[Value, ...], Variant] = {}
+        self.variants: dict[tuple[Value, ...], Variant] = {}
         # From the arguments of a call to the values of the parameters that are not tuned.
         self.choose: Callable[..., Any] | None = None
         if parameters and parameters.by_dtype:
@@ -142,7 +142,7 @@ class Entrance:
                 return call(*args, **kwargs)  # type: ignore[operator]
         if device_of(args, kwargs) == "meta" or settings.mode == terms.REFERENCE:
             return self.reference(*args, **kwargs)
-        variant, why = self._choose(args, kwargs)
+        variant, why = self.find_variant(args, kwargs)
         if variant is None:
             return self._fall_back(why, args, kwargs)
         return (variant.overload if self.has_overloads else variant)(*args, **kwargs)
@@ -159,7 +159,7 @@ class Entrance:
         there is no reason."""
         if unserved_because:
             return self._fall_back(unserved_because, args, kwargs)
-        variant, _ = self._choose(args, kwargs)
+        variant, _ = self.find_variant(args, kwargs)
         if variant is not None and variant.is_native(device_of(args, kwargs)):
             return variant.overload(*args, **kwargs)  # another thread has just loaded it
         return self(*args, **kwargs)
@@ -200,14 +200,6 @@ class Entrance:
             )
         return result
 
-    def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        """The variant for a call, with its library loaded. Raises LoadError if there is none."""
-        variant, why = self._choose(args, kwargs)
-        if variant is None:
-            raise LoadError(f"op {self.name} has no variant for these arguments", why=why)
-        variant.require_native(device_of(args, kwargs))
-        return variant
-
     def matching(self, wanted: Mapping[str, Value]) -> list[Variant]:
         """The variants that have these values. Raises SpecError if there is none."""
         if self._is_plain and not wanted:
@@ -217,11 +209,6 @@ class Entrance:
         parameters = self.parameters or Parameters(self._builder.NAME)
         return [self.variant(values) for values in parameters.matching(wanted)]
 
-    def reload(self) -> None:
-        """Look at the sources of what is loaded again. Raises OpkilnError."""
-        for each in list(self._variants.values()):
-            each.reload()
-
     @property
     def notes(self) -> tuple[str, ...]:
         """What calls in this process came to, for explanations."""
@@ -230,12 +217,12 @@ class Entrance:
 
     def variant(self, values: tuple[Value, ...]) -> Variant:
         """The variant with these values, known to torch."""
-        found = self._variants.get(values)
+        found = self.variants.get(values)
         if found is not None:
             return found
         with here.lock:
-            if values in self._variants:
-                return self._variants[values]
+            if values in self.variants:
+                return self.variants[values]
             made = Variant(self._builder.variant(values), self.compare, self.reference)
             compared = NATIVE in self._builder.OVERLOADS
             if self.has_overloads:
@@ -246,10 +233,12 @@ class Entrance:
             else:
                 made.overload = self.overload()
                 made.native = self.overload(NATIVE) if compared else None
-            self._variants[values] = made
+            self.variants[values] = made
             return made
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant | None, str]:
+    def find_variant(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Variant | None, str]:
         """The variant for a call; or None, and why none serves it. Raises SpecError, and LoadError
         where the reference must not serve."""
         if self._is_plain:
@@ -370,7 +359,7 @@ class Entrance:
         self._library = None
         self.calls.clear()
         self._builder.forget()
-        self._variants.clear()
+        self.variants.clear()
 
     def add(self, overload: str, kernel: Callable[..., Any]) -> Any:
         """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
@@ -410,10 +399,12 @@ class Entrance:
     def _tell_overload(self, overload: str, kernel: Callable[..., Any]) -> None:
         """Define an overload, with the kernel for the devices that no library has kernels for. One
         that an earlier declaration had is defined already, and gets another kernel."""
-        is_defined = overload in self._kernels
+        if overload not in self._kernels:
+            self._define(overload)
         self._kernels[overload] = kernel
-        if is_defined:
-            return
+
+    def _define(self, overload: str) -> None:
+        """Tell torch of an overload. Raises SpecError."""
         library, name = self._library if overload else self._first, self.overload_name(overload)
         try:
             library.define(

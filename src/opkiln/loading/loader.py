@@ -68,8 +68,8 @@ def load(
         known = None if again else _find_loaded(op, must_be_native)
         if known is None:
             mine.raise_failure(op, failures)
-            if not loaded_here():
-                _tell_strange_settings()
+            for text in () if loaded_here() else unknown():  # variables: most likely misspelt
+                warn_caller(text, SettingWarning)
             if settings.record:
                 from opkiln.loading import recording
 
@@ -86,12 +86,6 @@ def load(
                 raise
             mine.since = time.time()
         return known
-
-
-def _tell_strange_settings() -> None:
-    """A variable that nobody reads is most likely misspelt. Told with the first load."""
-    for text in unknown():
-        warn_caller(text, SettingWarning)
 
 
 def _find_loaded(op: Op, must_be_native: bool) -> Loaded | None:
@@ -155,9 +149,8 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
 _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's removal of one
 
 
-def forget(builder: type, distribution: str, op: str) -> None:
+def forget(distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
-    here.served = {place: each for place, each in here.served.items() if place[0] is not builder}
     native.unregister(distribution, op)
     for name, each in list(here.ops.items()):
         if name[:2] == (distribution, op):

@@ -18,9 +18,10 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
-from opkiln.base.model import DISPATCH_KEYS, Op, OpSpec
+from opkiln.base.model import DISPATCH_KEYS, Op
 from opkiln.errors import LoadError
 from opkiln.loading.here import here
 
@@ -127,32 +128,25 @@ def require_kernels(op: Op) -> None:
 def cover_kernels(ops: Sequence[Op]) -> Iterator[None]:
     """Within the block torch runs the references of these ops in the place of their kernels: what
     is registered later comes first. That also holds for a library that is opened in the block."""
+    import torch
+
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     made: list[Any] = []
     try:
-        for op in ops:
+        for op, kernel in [(each, kernel) for each in ops for kernel in each.spec.kernels]:
             assert op.registration is not None
-            for kernel in op.spec.kernels:
-                function = here.functions[kernel]
-                overloads = op.registration.overloads_of(function.name)
-                made.append(_cover(function, op.spec, overloads))
+            function = here.functions[kernel]
+            made.append(torch.library.Library(function.namespace, "IMPL"))  # type: ignore[no-untyped-call]
+            overloads = map(function.overload_name, op.registration.overloads_of(function.name))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch tells of the replaced kernel
+                for name, key in product(overloads, DISPATCH_KEYS[op.spec.backend]):
+                    if has(f"{function.namespace}::{name}", key):
+                        made[-1].impl(name, function.reference, key)
         yield
     finally:
         for library in made:
             library._destroy()
-
-
-def _cover(function: Any, spec: OpSpec, overloads: Sequence[str]) -> Any:
-    import torch
-
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    library = torch.library.Library(function.namespace, "IMPL")  # type: ignore[no-untyped-call]
-    for name in map(function.overload_name, overloads):
-        for key in DISPATCH_KEYS[spec.backend]:
-            if has(f"{function.namespace}::{name}", key):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch tells of the replaced kernel
-                    library.impl(name, function.reference, key)  # type: ignore[no-untyped-call]
-    return library
 
 
 def library_of(namespace: str) -> Any:
