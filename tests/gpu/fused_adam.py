@@ -529,7 +529,7 @@ def check_a_plan_does_not_outlive_what_it_was_made_for() -> None:
 
 def check_a_kept_step_that_is_refused_says_which_gradient() -> None:
     lists = tensors((6, 600))
-    plan, ledger = native().fused_adam_keep(*lists)
+    plan, ticket = native().fused_adam_keep(*lists)
     for wrong, message in (
         (torch.zeros(5, device="cuda"), "grads[1] has 5 elements, params[1] has 600"),
         (torch.zeros(600), "grads[1] is not on cuda:0"),
@@ -537,34 +537,34 @@ def check_a_kept_step_that_is_refused_says_which_gradient() -> None:
     ):
         before = clone(lists)
         grads = [lists[1][0], wrong]
-        said = refusal(lambda: native().fused_adam_kept_(plan, ledger, grads, **HYPER))  # noqa: B023
+        said = refusal(lambda: native().fused_adam_kept_(plan, ticket, grads, **HYPER))  # noqa: B023
         assert message in said, said
         assert_equal(lists, before)
     before = clone(lists)
     odd = [lists[1][0], torch.zeros(1200, device="cuda")[::2]]
-    assert native().fused_adam_kept_(plan, ledger, odd, **HYPER) == Status.LAYOUT
+    assert native().fused_adam_kept_(plan, ticket, odd, **HYPER) == Status.LAYOUT
     assert_equal(lists, before)
-    assert native().fused_adam_kept_(plan, ledger, lists[1], **HYPER) == Status.MADE
+    assert native().fused_adam_kept_(plan, ticket, lists[1], **HYPER) == Status.MADE
     assert "has 1 tensors, the plan has 2" in refusal(
-        lambda: native().fused_adam_kept_(plan, ledger, lists[1][:1], **HYPER)
+        lambda: native().fused_adam_kept_(plan, ticket, lists[1][:1], **HYPER)
     )
     assert "not belong together" in refusal(
-        lambda: native().fused_adam_kept_(plan[:-1], ledger, lists[1], **HYPER)
+        lambda: native().fused_adam_kept_(plan[:-1], ticket, lists[1], **HYPER)
     )
 
 
 def check_a_kept_step_is_that_of_lists_and_a_fake_plan_is_as_large() -> None:
     planned, lists = (tensors((6, 600, 5000), BF16, BF16, True, (1.0, 2.0, 3.0)) for _ in range(2))
     op = native()
-    plan, ledger = op.fused_adam_keep(*planned)
+    plan, ticket = op.fused_adam_keep(*planned)
     for _ in range(3):
         grads = [torch.randn_like(grad) for grad in lists[1]]
-        op.fused_adam_kept_(plan, ledger, grads, **HYPER)
+        op.fused_adam_kept_(plan, ticket, grads, **HYPER)
         op.fused_adam_(lists[0], grads, *lists[2:], **HYPER)
     assert_equal([planned[0], *planned[2:]], [lists[0], *lists[2:]])
     from opkiln.ops.optimizing.references import fake_plan
 
-    for real, fake in zip((plan, ledger), fake_plan(*planned), strict=True):
+    for real, fake in zip((plan, ticket), fake_plan(*planned), strict=True):
         assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)
 
 
@@ -573,8 +573,8 @@ def check_opcheck_finds_nothing_in_the_kept_form() -> None:
     utils = ("test_schema", "test_faketensor")
     lists = tensors((5, 600), BF16, masters=True)
     torch.library.opcheck(native().fused_adam_keep, tuple(lists), test_utils=utils)
-    plan, ledger = native().fused_adam_keep(*lists)
-    arguments = (plan, ledger, lists[1])
+    plan, ticket = native().fused_adam_keep(*lists)
+    arguments = (plan, ticket, lists[1])
     torch.library.opcheck(native().fused_adam_kept_, arguments, HYPER, test_utils=utils)
 
 

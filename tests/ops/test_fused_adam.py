@@ -101,9 +101,9 @@ def test_a_list_of_any_length_takes_two_launches(kernel: Any) -> None:
     # The coefficients and the counts, and the step.
     for sizes, expected in (((40,), 2), ((40,) * 50, 2), ((40,) * 1100, 2), ((0, 0), 1)):
         lists = tensors(sizes)
-        plan, ledger = kernel.fused_adam_keep(*lists)
+        plan, ticket = kernel.fused_adam_keep(*lists)
         before = launches("fused_adam")
-        assert kernel.fused_adam_kept_(plan, ledger, lists[1], **HYPER) == Status.MADE
+        assert kernel.fused_adam_kept_(plan, ticket, lists[1], **HYPER) == Status.MADE
         assert launches("fused_adam") - before == expected
 
 

@@ -201,9 +201,9 @@ def test_a_place_for_squares_that_does_not_fit_is_refused(wrong: Tensor) -> None
 def test_a_list_of_any_length_takes_few_launches(kernel: Any) -> None:
     for sizes, expected in (((40,) * 30, 4), ((263_000, 40), 5), ((0, 0), 2)):
         lists = tensors(sizes)
-        plan, ledger = kernel.fused_lamb_keep(*lists)
+        plan, ticket = kernel.fused_lamb_keep(*lists)
         before = launches("fused_lamb")
-        kernel.fused_lamb_kept_(plan, ledger, lists[1], coefficients(lists), **HYPER)
+        kernel.fused_lamb_kept_(plan, ticket, lists[1], coefficients(lists), **HYPER)
         assert launches("fused_lamb") - before == expected
 
 

@@ -276,6 +276,10 @@ class Refusing:
         return torch.zeros(1), torch.zeros(1)
 
     @staticmethod
+    def fused_lamb_forget(*_: Any) -> None:
+        pass
+
+    @staticmethod
     def fused_lamb_kept_(*_: Any, **__: Any) -> int:
         return Status.LAYOUT
 

@@ -75,6 +75,21 @@ def replaced_storage(mine: list[Tensor], other: list[Tensor], ours: Any, theirs:
     mine[1].data = mine[1].data.clone()
 
 
+def odd_address(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    mine[1].data = torch.cat([torch.zeros(1), mine[1].data])[1:]
+
+
+def replaced_state_storage(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    for state in ours.state[mine[1]].values():
+        state.data = state.data.clone()
+        gc.collect()
+
+
+def replaced_count_storage(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    step = ours.state[mine[1]]["step"]
+    step.data = step.data.clone()
+
+
 def replaced_average(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
     for params, optimizer in ((mine, ours), (other, theirs)):
         optimizer.state[params[1]]["exp_avg"] = torch.full((17,), 0.5)
@@ -114,6 +129,34 @@ def missing_gradient(mine: list[Tensor], other: list[Tensor], ours: Any, theirs:
     mine[0].grad = other[0].grad = None
 
 
+def replaced_gradient_storage(
+    mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any
+) -> None:
+    for params in (mine, other):
+        params[1].grad.data = params[1].grad.data * 2
+
+
+def changed_gradient(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    for params in (mine, other):
+        params[1].grad.mul_(2)
+
+
+def narrow_gradient(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    narrow = mine[1].grad.to(BF16)
+    mine[1].grad.data, other[1].grad = narrow, narrow.float()
+
+
+def another_rate(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    for optimizer in (ours, theirs):
+        optimizer.param_groups[0].update(lr=0.1, betas=(0.5, 0.6))
+
+
+def written_parameter(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
+    for params in (mine, other):
+        with torch.no_grad():
+            params[1].mul_(2)
+
+
 def strided_gradient(mine: list[Tensor], other: list[Tensor], ours: Any, theirs: Any) -> None:
     mine[0].grad = mine[0].grad.t().contiguous().t()
     assert not mine[0].grad.is_contiguous()
@@ -122,8 +165,10 @@ def strided_gradient(mine: list[Tensor], other: list[Tensor], ours: Any, theirs:
 @pytest.mark.parametrize(
     "change",
     [
-        replaced_storage, replaced_average, replaced_state, removed_state, loaded, less_parameters,
-        another_group, missing_gradient, strided_gradient,
+        replaced_storage, odd_address, replaced_state_storage, replaced_count_storage,
+        replaced_average, replaced_state, removed_state, loaded, less_parameters, another_group,
+        missing_gradient, replaced_gradient_storage, changed_gradient, narrow_gradient,
+        another_rate, written_parameter, strided_gradient,
     ],
 )  # fmt: skip
 def test_a_plan_does_not_outlive_what_it_was_made_for(

@@ -94,23 +94,28 @@ opk::tuple<Tensor, Tensor> fused_adam_keep(const TensorList& params, const Tenso
   return make_plan({params, grads, exp_avgs, &exp_avg_sqs, masters, steps});
 }
 
-int64_t fused_adam_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
+int64_t fused_adam_kept_(Tensor& plan, const Tensor& ticket, const TensorList& grads, double lr,
                             double beta1, double beta2, double eps, double weight_decay,
                             bool adamw_mode, bool bias_correction, bool maximize,
                             const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
                             const OptionalTensor& found_inf) {
   const Hyper hyper = hyper_of(beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, maximize,
                                numbers_of(plan.device(), lr, lr_tensor, grad_scale, found_inf));
-  const auto here = replan(plan, ledger, grads);
-  if (!here) {
-    return status::kLayout;
+  Plan here;
+  const int64_t found = replan(plan, ticket, grads, here);
+  if (found == status::kMade) {
+    enqueue_step<Coefficients>(hyper, here);
   }
-  enqueue_step<Coefficients>(hyper, *here);
-  return status::kMade;
+  return found;
+}
+
+void fused_adam_forget(const Tensor&, const Tensor& ticket) {
+  KeptLists::forget(ticket);
 }
 
 OPKILN_OP(fused_adam_, cuda);
 OPKILN_OP(fused_adam_keep, cuda);
 OPKILN_OP(fused_adam_kept_, cuda);
+OPKILN_OP(fused_adam_forget, cuda);
 
 }  // namespace

@@ -415,7 +415,7 @@ opk::tuple<Tensor, Tensor> fused_lamb_keep(const TensorList& params, const Tenso
   return make_plan({params, grads, exp_avgs, &exp_avg_sqs, masters, steps});
 }
 
-int64_t fused_lamb_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, Tensor& coefficients,
+int64_t fused_lamb_kept_(Tensor& plan, const Tensor& ticket, const TensorList& grads, Tensor& coefficients,
                             double lr, double beta1, double beta2, double eps, double weight_decay,
                             bool eps_inside_sqrt, bool bias_correction, bool maximize, double min_coeff,
                             double max_coeff, const OptionalTensor& lr_tensor,
@@ -425,12 +425,16 @@ int64_t fused_lamb_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, 
   const Hyper hyper =
       hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction, maximize, min_coeff,
                max_coeff, numbers_of(device, lr, lr_tensor, grad_scale, found_inf));
-  const auto here = replan(plan, ledger, grads);
-  if (!here) {
-    return status::kLayout;
+  Plan here;
+  const int64_t found = replan(plan, ticket, grads, here);
+  if (found == status::kMade) {
+    enqueue(hyper, here, coefficients, device);
   }
-  enqueue(hyper, *here, coefficients, device);
-  return status::kMade;
+  return found;
+}
+
+void fused_lamb_forget(const Tensor&, const Tensor& ticket) {
+  KeptLists::forget(ticket);
 }
 
 OPKILN_OP(fused_lamb_, cuda);
@@ -438,5 +442,6 @@ OPKILN_OP(fused_lamb_average_, cuda);
 OPKILN_OP(fused_lamb_move_, cuda);
 OPKILN_OP(fused_lamb_keep, cuda);
 OPKILN_OP(fused_lamb_kept_, cuda);
+OPKILN_OP(fused_lamb_forget, cuda);
 
 }  // namespace

@@ -77,22 +77,27 @@ opk::tuple<Tensor, Tensor> fused_lion_keep(const TensorList& params, const Tenso
   return make_plan({params, grads, exp_avgs, nullptr, masters, steps});
 }
 
-int64_t fused_lion_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
+int64_t fused_lion_kept_(Tensor& plan, const Tensor& ticket, const TensorList& grads, double lr,
                             double beta1, double beta2, double weight_decay, bool maximize,
                             const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
                             const OptionalTensor& found_inf) {
   const Hyper hyper{beta1, beta2, weight_decay, maximize,
                     numbers_of(plan.device(), lr, lr_tensor, grad_scale, found_inf)};
-  const auto here = replan(plan, ledger, grads);
-  if (!here) {
-    return status::kLayout;
+  Plan here;
+  const int64_t found = replan(plan, ticket, grads, here);
+  if (found == status::kMade) {
+    enqueue_step<Coefficients>(hyper, here);
   }
-  enqueue_step<Coefficients>(hyper, *here);
-  return status::kMade;
+  return found;
+}
+
+void fused_lion_forget(const Tensor&, const Tensor& ticket) {
+  KeptLists::forget(ticket);
 }
 
 OPKILN_OP(fused_lion_, cuda);
 OPKILN_OP(fused_lion_keep, cuda);
 OPKILN_OP(fused_lion_kept_, cuda);
+OPKILN_OP(fused_lion_forget, cuda);
 
 }  // namespace

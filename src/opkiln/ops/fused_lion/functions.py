@@ -15,7 +15,7 @@ from opkiln.ops.optimizing.references import (
     OpArguments,
     fake_plan,
     fake_step,
-    no_plan,
+    nothing_kept,
     sign_of,
     times_plus,
 )
@@ -50,21 +50,24 @@ def fused_lion_keep(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], masters: list[Tensor],
     steps: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Prepare lists that stay the same from step to step: a plan, on the device, with the addresses
-    of all tensors, and a ledger with what the host must know. Without elements, as here, there is
-    no plan. The caller must keep the tensors alive."""
-    return no_plan(params)
+    """Keep all lists except the gradients until ``fused_lion_forget``: a plan, on the device,
+    with all addresses, and a ticket. They have no elements if nothing is kept, as here."""
+    return nothing_kept(params), nothing_kept([])
 
 
-@kit.op(mutates=("plan", "ledger"))
+@kit.op(mutates=("plan",))
 def fused_lion_kept_(
-    plan: Tensor, ledger: Tensor, grads: list[Tensor], lr: float, beta1: float, beta2: float,
+    plan: Tensor, ticket: Tensor, grads: list[Tensor], lr: float, beta1: float, beta2: float,
     weight_decay: float, maximize: bool, lr_tensor: Tensor | None = None, grad_scale: Tensor | None
     = None, found_inf: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Make a step with a plan and new gradients; a ``Status``. The callers count up the versions of
-    what the plan names."""
+    """Make a step with lists that are kept; a ``Status``. The callers count up the versions."""
     return int(Status.NOT_KEPT)
+
+
+@kit.op(gradient=False)
+def fused_lion_forget(plan: Tensor, ticket: Tensor) -> None:
+    """Let go of lists that are kept."""
 
 
 fused_lion_keep.fake(fake_plan)

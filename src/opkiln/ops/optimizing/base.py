@@ -297,8 +297,12 @@ class ListOptimizer(torch.optim.Optimizer):
             self._run(call)
 
     def _run(self, call: op_calls.StepCall) -> None:
-        if not call.run(self._load(call.device.type), self.STATES):
+        ops = self._load(call.device.type)
+        if call.run_kept(ops):
+            return
+        if call.kept is not None:
             self._plans.forget()
+        call.run_lists(ops, self.STATES)
 
     def _states_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
         """The states of parameters on one device. Missing ones are made; no step is counted in

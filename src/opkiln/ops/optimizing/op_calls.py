@@ -106,26 +106,23 @@ class StepCall(NamedTuple):
     step: int = 0  # its number, if the op is not what counts
     kept: KeptLists | None = None
 
-    def run(self, ops: Any, names: Sequence[str]) -> bool:
-        """Call the op with the states of these names. Raises before anything is written.
-
-        False if there were kept lists and they could not be used.
-        """
-        if self.kept is not None:
-            op = partial(getattr(ops, self.kept.function), *self.kept.handles)
-            status = call_in_place(op, self.gradients, [self.kept.written], self.hyper)
-            if status == Status.MADE:
-                return True
-        self._run_lists(getattr(ops, self.function), names)
-        return self.kept is None
+    def run_kept(self, ops: Any) -> bool:
+        """Call the op with the lists that it keeps, if there are any and they can be used."""
+        if self.kept is None:
+            return False
+        op = partial(getattr(ops, f"{self.function}kept_"), *self.kept.handles)
+        written = [self.kept.written]
+        return bool(call_in_place(op, self.gradients, written, self.hyper) == Status.MADE)
 
     def written_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
         """The lists that are written to: parameters, states, and the rest."""
         states = [list(map(itemgetter(name), self.states)) for name in names]
         return [self.params, *states, *self.rest]
 
-    def _run_lists(self, op: Callable[..., None], names: Sequence[str]) -> None:
-        """Tensors whose layouts differ are copied first."""
+    def run_lists(self, ops: Any, names: Sequence[str]) -> None:
+        """Call the op with the states of these names. Raises before anything is written. Tensors
+        whose layouts differ are copied first."""
+        op = getattr(ops, self.function)
         lists, dtensors = self.written_lists(names), []
         if has_shards(self.params):
             # The DTensors' own versions are also counted up, because autograd looks at them.
@@ -157,25 +154,17 @@ class KeptLists(NamedTuple):
     replaced; the owner must watch for that.
     """
 
-    function: str  # of the op; makes a step
-    handles: Sequence[Tensor]  # its first arguments
+    handles: Sequence[Tensor]  # the op's first arguments: a ticket, on a GPU after a plan
     call: StepCall  # that passes the lists
     parts: list[Tensor]  # of the parameters, on this rank; usually the same list
     written: list[Tensor]
-    where: tuple[Any, ...] | None
+    where: tuple[torch.device, int]
 
     @classmethod
-    def keep(
-        cls,
-        call: StepCall,
-        ops: Any,
-        names: Sequence[str],
-    ) -> KeptLists | None:
+    def keep(cls, call: StepCall, ops: Any, names: Sequence[str]) -> KeptLists | None:
         """None if the op keeps nothing: it has no native version, or a tensor is not contiguous.
 
-        Of tensors in host memory it gives a ticket: it keeps the tensors, and notices by itself if
-        one has changed. Of those on a GPU it gives a plan, in the GPU's memory, and a ledger: it
-        keeps addresses, for one stream. Raises its errors.
+        It notices by itself if a tensor has moved. Raises its errors.
         """
         # The group's own list may change.
         call = call._replace(params=call.params[:])
@@ -186,32 +175,25 @@ class KeptLists(NamedTuple):
         if not all(map(Tensor.is_contiguous, chain(*call.gradients, *lists))):
             return None
         made = getattr(ops, f"{call.function}keep")(params, *call.gradients, *others)
-        handles, where = made, None
-        if isinstance(made, Tensor):
-            handles = [made]
-            if made.numel():
-                forget = getattr(ops, f"{call.function}forget")
-                weakref.finalize(made, forget, made.clone()).atexit = False
-        else:
-            where = _addresses_and_stream(params, call.device)
-        if not handles[-1].numel():
+        *plan, ticket = handles = [made] if isinstance(made, Tensor) else made
+        if not ticket.numel():
             return None
-        function = f"{call.function}kept_"
+        forget = partial(getattr(ops, f"{call.function}forget"), *plan)
+        weakref.finalize(ticket, forget, ticket.clone()).atexit = False
         # A view shares the version of its base, which must be counted up once.
         bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
         written = list({id(base): base for base in bases}.values())
-        return cls(function, handles, call._replace(gradients=[], hyper={}), params, written, where)
+        bare = call._replace(gradients=[], hyper={})
+        return cls(handles, bare, params, written, _device_and_stream(params))
 
     def fits(self, params: list[Tensor]) -> bool:
-        """Whether they were kept for these parameters, at these addresses and this stream."""
+        """Whether they were kept for these parameters and this stream."""
         if not same_tensors(params, self.call.params):
             return False
         # A DTensor may have got another local tensor.
         if self.sharded and not same_tensors(parts_of(params), self.parts):
             return False
-        return self.where is None or self.where == _addresses_and_stream(
-            self.parts, self.call.device
-        )
+        return self.where == _device_and_stream(self.parts)
 
     @property
     def sharded(self) -> bool:
@@ -219,11 +201,12 @@ class KeptLists(NamedTuple):
         return self.parts is not self.call.params
 
 
-def _addresses_and_stream(parts: list[Tensor], device: torch.device) -> tuple[Any, ...]:
-    """The tensors' addresses, which an assignment to ``param.data`` changes, and the stream."""
+def _device_and_stream(parts: list[Tensor]) -> tuple[torch.device, int]:
+    """The device, which an assignment to ``param.data`` may change, and the stream. One parameter
+    stands for all: the op refuses those that are apart by name."""
+    device = parts[0].device
     on_gpu = device.type == "cuda"
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-    return list(map(Tensor.data_ptr, parts)), stream
+    return device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
 
 
 # Layouts

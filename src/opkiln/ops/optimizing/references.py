@@ -87,11 +87,6 @@ class OpArguments(SimpleNamespace):
         super().__init__(**given, lists=lists)
 
 
-def no_plan(params: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A plan and its ledger without elements: there is none."""
-    return nothing_kept(params), torch.empty(0).long()
-
-
 def nothing_kept(params: list[Tensor]) -> Tensor:
     """A ticket or a plan without elements: there is none."""
     # Made from a parameter, so that it is a fake tensor if the parameter is one.
@@ -271,18 +266,14 @@ def times_plus(tensor: Tensor, factor: float | Tensor, more: Tensor) -> Tensor:
 # each with its address.
 _STEP_WORDS, _ITEM_WORDS = 9, 8
 _CHUNK = 512
-_LEDGER_HEAD = 4
 
 
 def fake_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The fake of an op's ``plan``: a plan and its ledger, as large as those of these lists."""
+    """The fake of an op's ``keep``: a plan as large as that of these lists, and a ticket."""
     steps = others[-1]
     chunks = sum(-(-param.numel() // _CHUNK) for param in params)
     words = len(steps) * _STEP_WORDS + len(params) * _ITEM_WORDS + (chunks + 1) // 2
-    return (
-        steps[0].new_empty(words, dtype=torch.int64),
-        torch.empty(_LEDGER_HEAD + 2 * len(params), dtype=torch.int64),
-    )
+    return steps[0].new_empty(words, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
 
 
 def fake_step(*_: object) -> int:

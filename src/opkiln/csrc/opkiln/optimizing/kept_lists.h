@@ -1,13 +1,16 @@
 // Lists of tensors that an op keeps between calls. Passing ten thousand tensors to an op takes longer than
 // stepping them, and all except the gradients are usually the same as in the last call.
 //
-// The op keeps the tensors, not their addresses, so every call sees each
-// tensor's current memory, size and type, and repeats every check.
+// The op keeps the tensors, so every call sees each tensor's current memory. In host memory it also
+// repeats every check. A plan on a GPU has addresses: the op notes them, and sees if one has changed.
 #pragma once
 
-#include <pthread.h>
-
 #include "tensors.h"
+
+#if !defined(__CUDACC_RTC__)
+
+// Declared here: <sched.h> and <pthread.h> declare clock(), which CUDA has with another type.
+extern "C" int sched_yield() noexcept;
 
 OPK_PLAIN_BEGIN
 namespace opkiln __attribute__((visibility("hidden"))) {
@@ -17,6 +20,7 @@ class KeptLists {
     int64_t number;
     int64_t users;  // the registry itself, and each Kept
     opk::List<TensorList> lists;
+    opk::List<int64_t> notes;
     Record* next;
   };
 
@@ -27,7 +31,7 @@ class KeptLists {
    public:
     explicit Kept(const Tensor& ticket) {
       const int64_t number = number_in(ticket);
-      const Lock locked;
+      const Lock guard;
       record_ = *place_of(number);
       if (record_) ++record_->users;
     }
@@ -42,16 +46,24 @@ class KeptLists {
     const TensorList& operator[](int64_t i) const {
       return record_->lists[i];
     }
+    const opk::List<TensorList>& lists() const {
+      return record_->lists;
+    }
+    // What the op noted when it kept the lists, and may change.
+    int64_t* notes() const {
+      return record_->notes.begin();
+    }
 
    private:
     Record* record_;
   };
 
   // Keeps the lists and returns a ticket for them: a number in a tensor.
-  static Tensor keep(opk::List<TensorList> lists) {
+  static Tensor keep(opk::List<TensorList> lists, opk::List<int64_t> notes = {}) {
     Tensor ticket = opk::empty({1}, DType::int64, opk::Device());
-    auto* const record = new Record{0, 1, static_cast<opk::List<TensorList>&&>(lists), nullptr};
-    const Lock locked;
+    auto* const record = new Record{0, 1, static_cast<opk::List<TensorList>&&>(lists),
+                                     static_cast<opk::List<int64_t>&&>(notes), nullptr};
+    const Lock guard;
     *ticket.data<int64_t>() = record->number = ++last;
     record->next = first;
     first = record;
@@ -62,7 +74,7 @@ class KeptLists {
     const int64_t number = number_in(ticket);
     Record* found;
     {
-      const Lock locked;
+      const Lock guard;
       Record** const place = place_of(number);
       found = *place;
       if (found) *place = found->next;
@@ -71,12 +83,13 @@ class KeptLists {
   }
 
  private:
+  // Held for a few instructions, so waiting for it takes no more than a turn of the scheduler.
   struct Lock {
     Lock() {
-      pthread_mutex_lock(&lock);
+      while (__atomic_test_and_set(&locked, __ATOMIC_ACQUIRE)) sched_yield();
     }
     ~Lock() {
-      pthread_mutex_unlock(&lock);
+      __atomic_clear(&locked, __ATOMIC_RELEASE);
     }
   };
 
@@ -85,7 +98,7 @@ class KeptLists {
     if (!record) return;
     int64_t left;
     {
-      const Lock locked;
+      const Lock guard;
       left = --record->users;
     }
     if (left == 0) delete record;
@@ -105,12 +118,14 @@ class KeptLists {
     return *ticket.data<const int64_t>();
   }
 
-  inline static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  inline static bool locked = false;
   inline static Record* first = nullptr;
   // Counts from an address, so that a library and the one that replaced it use different numbers.
   // Addresses have up to 48 bits; the shift keeps the number positive.
-  inline static int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(&lock) << 16 >> 1);
+  inline static int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(&locked) << 16 >> 1);
 };
 
 }  // namespace opkiln
 OPK_PLAIN_END
+
+#endif

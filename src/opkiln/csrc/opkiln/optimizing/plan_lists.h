@@ -2,6 +2,7 @@
 // GPU's memory. Works for ROCm, too: torch calls its devices CUDA.
 #pragma once
 
+#include "kept_lists.h"
 #include "lists.h"
 #include "plan.h"
 #include "status.h"
@@ -97,38 +98,43 @@ inline DevicePlan write_plan(const HostPlan& host, opk::Device device) {
   return out;
 }
 
-// What the host must know about a plan that outlives the call, as int64: for each
-// item its number of elements and the gradient that was written last.
+inline int64_t address_of(const Tensor& tensor) {
+  return reinterpret_cast<int64_t>(mutable_data(tensor));
+}
+
+// What is noted of a plan with the lists that it is for: for each item its number of elements and the
+// gradient that was written last, and the address of each tensor of these lists.
 struct Ledger {
   enum : int64_t { kItems, kSteps, kChunks, kPlain, kHead };
 
   int64_t* at;
 
-  static Tensor of(const HostPlan& host) {
+  static opk::List<int64_t> of(const HostPlan& host, const opk::List<TensorList>& kept) {
     const multi_tensor::Sizes& sizes = host.sizes;
     const int64_t count = host.items.size();
-    Tensor out = opk::empty({kHead + 2 * count}, DType::int64, opk::Device());
-    int64_t* const at = out.data<int64_t>();
-    at[kItems] = sizes.items;
-    at[kSteps] = sizes.steps;
-    at[kChunks] = sizes.chunks;
-    at[kPlain] = 1;
+    int64_t tensors = 0;
+    for (const TensorList& list : kept) {
+      tensors += list.size();
+    }
+    opk::List<int64_t> out(kHead + 2 * count + tensors);
+    const Ledger ledger{out.begin()};
+    out[kItems] = sizes.items;
+    out[kSteps] = sizes.steps;
+    out[kChunks] = sizes.chunks;
+    out[kPlain] = 1;
     for (int64_t i = 0; i < count; ++i) {
       const multi_tensor::Item& item = host.items[i];
-      at[kPlain] &= item.param_type == ElementType::kFloat;
-      at[kHead + i] = item.numel;
-      at[kHead + count + i] = static_cast<int64_t>(host.gradients[i]);
+      out[kPlain] &= item.param_type == ElementType::kFloat;
+      out[kHead + i] = item.numel;
+      ledger.gradients()[i] = static_cast<int64_t>(host.gradients[i]);
+    }
+    int64_t* address = ledger.addresses();
+    for (const TensorList& list : kept) {
+      for (const Tensor& tensor : list) {
+        *address++ = address_of(tensor);
+      }
     }
     return out;
-  }
-
-  explicit Ledger(Tensor& tensor) {
-    const bool fits = tensor.is_cpu() && tensor.dtype() == DType::int64 && tensor.is_contiguous() &&
-        tensor.numel() >= kHead;
-    at = fits ? tensor.data<int64_t>() : nullptr;
-    if (!fits || tensor.numel() != kHead + 2 * at[kItems]) {
-      raise_form("ledger does not come from a plan");
-    }
   }
 
   multi_tensor::Sizes sizes() const {
@@ -141,9 +147,25 @@ struct Ledger {
   int64_t* gradients() const {
     return at + kHead + at[kItems];
   }
+  int64_t* addresses() const {
+    return gradients() + at[kItems];
+  }
+
+  // Whether each tensor is where it was, which an assignment to its `data` changes.
+  bool holds(const opk::List<TensorList>& kept) const {
+    const int64_t* address = addresses();
+    for (const TensorList& list : kept) {
+      for (const Tensor& tensor : list) {
+        if (address_of(tensor) != *address++) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
 };
 
-// Returns the plan and its ledger.
+// Returns the plan, and a ticket for the lists that it is for.
 inline opk::tuple<Tensor, Tensor> make_plan(const Lists& lists) {
   lists.check();
   if (lists.steps.empty()) {
@@ -151,7 +173,11 @@ inline opk::tuple<Tensor, Tensor> make_plan(const Lists& lists) {
   }
   const opk::Device device = gpu_of(lists);
   const HostPlan host(lists, device);
-  return {write_plan(host, device).memory, Ledger::of(host)};
+  opk::List<TensorList> kept{lists.params, lists.exp_avgs, lists.exp_avg_sqs ? *lists.exp_avg_sqs : TensorList(),
+                             lists.masters, lists.steps};
+  opk::List<int64_t> notes = Ledger::of(host, kept);
+  return {write_plan(host, device).memory, KeptLists::keep(static_cast<opk::List<TensorList>&&>(kept),
+                                                           static_cast<opk::List<int64_t>&&>(notes))};
 }
 
 // The gradient in the form of a plan, or 0 if it is not contiguous,
@@ -204,19 +230,27 @@ inline void add_tensors(const multi_tensor::Plan& plan) {
 }
 #endif
 
-// Returns a kept plan with these gradients, or none, with nothing written, if one of them is not contiguous.
-// The addresses are written only if they changed. The checks that were made for the plan are not repeated.
-inline opk::optional<multi_tensor::Plan> replan(Tensor& memory, Tensor& ledger_tensor,
-                                                const TensorList& grads) {
+// Gives a kept plan these gradients and returns it in `plan`. Otherwise nothing is written, and the status says
+// why: one of the gradients is not contiguous, or a kept tensor has moved. The gradients' addresses are written
+// only if they changed. The other checks that were made for the plan are not repeated.
+inline int64_t replan(Tensor& memory, const Tensor& ticket, const TensorList& grads,
+                      multi_tensor::Plan& plan) {
+  const KeptLists::Kept kept(ticket);
+  if (!kept) {
+    return status::kNotKept;
+  }
   const opk::Device device = memory.device();
-  const Ledger ledger(ledger_tensor);
+  const Ledger ledger{kept.notes()};
   const int64_t count = ledger.at[Ledger::kItems];
   if (grads.size() != count) {
     raise_form("grads has %lld tensors, the plan has %lld", static_cast<long long>(grads.size()),
                static_cast<long long>(count));
   }
   if (memory.numel() != static_cast<int64_t>(multi_tensor::plan_words(ledger.sizes()))) {
-    raise_form("plan and ledger do not belong together");
+    raise_form("plan and ticket do not belong together");
+  }
+  if (!ledger.holds(kept.lists())) {
+    return status::kNotKept;
   }
   bool plain = ledger.at[Ledger::kPlain] != 0;
   bool changed = false;
@@ -225,13 +259,13 @@ inline opk::optional<multi_tensor::Plan> replan(Tensor& memory, Tensor& ledger_t
     const uint64_t word = planned_gradient(grads[i], ledger.numel(i), device);
     if (word == 0) {
       check_gradients(grads, ledger, device);
-      return opk::none;
+      return status::kLayout;
     }
     words[i] = word;
     plain = plain && word >> multi_tensor::kTypeShift == 0;
     changed = changed || word != static_cast<uint64_t>(ledger.gradients()[i]);
   }
-  const multi_tensor::Plan plan = multi_tensor::plan_at(memory.data<int64_t>(), ledger.sizes(), plain);
+  plan = multi_tensor::plan_at(memory.data<int64_t>(), ledger.sizes(), plain);
 #if defined(OPKILN_EMULATED)
   add_tensors(plan);
 #endif
@@ -239,7 +273,7 @@ inline opk::optional<multi_tensor::Plan> replan(Tensor& memory, Tensor& ledger_t
     multi_tensor::write_gradients(plan, words.data());
     __builtin_memcpy(ledger.gradients(), words.data(), static_cast<size_t>(count) * 8);
   }
-  return plan;
+  return status::kMade;
 }
 
 }  // namespace opkiln
