@@ -1,1 +1,1 @@
-"""The catalogue: one folder per op, each with its library, its functions, kernels and front end."""
+"""The catalogue, one folder for each op. What ``op.py`` imports is on the way to a hit: no torch."""
