@@ -1,1 +1,1 @@
-"""The catalogue, one folder for each op. What ``op.py`` imports is on the way to a hit: no torch."""
+"""The catalogue, one folder for each op. A hit reads ``op.py``, which imports no torch."""

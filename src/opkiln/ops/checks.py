@@ -164,13 +164,13 @@ def _emulates(builder: type[OpBuilder]) -> bool:
     return builder.emulates()
 
 
-def call_checked(function: Callable[..., Any], *args: Any) -> Any:
+def call_checked(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Call an op, or a function that checks arguments. What it refuses is the caller's to mend, so
     that is a UsageError: a wrong device, dtype or size, by name."""
     if torch.compiler.is_compiling():
-        return function(*args)
+        return function(*args, **named)
     try:
-        return function(*args)
+        return function(*args, **named)
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         if type(error) is RuntimeError and re.search(_REFUSED, said):

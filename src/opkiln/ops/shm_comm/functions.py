@@ -11,6 +11,7 @@ the group's timeout, and if the ranks call different things.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -20,7 +21,13 @@ from torch import Tensor
 from opkiln.ops.checks import check, check_contiguous, check_numel, widen
 from opkiln.ops.shm_comm.op import kit
 
-OPS = ("sum", "mean", "product", "max", "min")
+_COMBINE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Peers(Protocol):
@@ -177,17 +184,9 @@ def _peers(group: int) -> Peers:
 
 
 def _combine(parts: list[Tensor], op: str) -> Tensor:
-    if op not in OPS:
+    if op not in _COMBINE:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    result = widen(parts[0])
-    for part in parts[1:]:
-        other = widen(part)
-        if op in ("sum", "mean"):
-            result = result + other
-        elif op == "product":
-            result = result * other
-        else:
-            result = (torch.maximum if op == "max" else torch.minimum)(result, other)
+    result: Tensor = reduce(_COMBINE[op], map(widen, parts))
     if op == "mean":
         result = result / len(parts)
     return result.to(parts[0].dtype, copy=True)
