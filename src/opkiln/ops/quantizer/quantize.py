@@ -1,4 +1,4 @@
-"""The front end of ``quantizer``: ``opkiln.quant``'s functions, and records that move as tensors."""
+"""The front end of ``quantizer``: ``opkiln.quant``'s functions; records that move like tensors."""
 
 from __future__ import annotations
 
