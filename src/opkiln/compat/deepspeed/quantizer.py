@@ -15,9 +15,9 @@ from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
+from opkiln.ops.checks import call_checked
 from opkiln.ops.deepspeed_quantizer import functions
 from opkiln.ops.deepspeed_quantizer.op import kit
-from opkiln.ops.checks import call_checked
 
 
 class QuantizationType(IntEnum):

@@ -213,7 +213,7 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
         functions.dequantize, q.values.contiguous(), q.scales.detach().contiguous(),
         offsets.detach().contiguous(), q.numel, wanted, q.bits, q.group_size, q.symmetric, *order,
     )  # fmt: skip
-    return flat.view(q.shape)  # type: ignore[no-any-return]
+    return flat.view(q.shape)
 
 
 def fake_quantize(
@@ -239,7 +239,7 @@ def fake_quantize(
     if not inplace:
         # In transforms of torch.func the op is its reference, whose gradient is zero.
         transformed = torch._C._are_functorch_transforms_active()
-        call = _StraightThrough.apply if transformed else functions.fake_quantize
+        call: Any = _StraightThrough.apply if transformed else functions.fake_quantize
         return call_checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
     leaf = x if x._base is None else x._base
     if x.requires_grad and leaf.is_leaf and torch.is_grad_enabled():

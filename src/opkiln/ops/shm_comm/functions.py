@@ -12,7 +12,7 @@ the group's timeout, and if the ranks call different things.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,7 +21,10 @@ from torch import Tensor
 from opkiln.ops.checks import check, check_contiguous, check_numel, widen
 from opkiln.ops.shm_comm.op import kit
 
-_COMBINE = {
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "product": torch.mul,
@@ -136,13 +139,6 @@ def _all_gather_shape(x: Tensor, group: int) -> Tensor:
     return x.new_empty((x.shape[0] * _peers(group).size, *x.shape[1:]))
 
 
-@shm_all_reduce_.fake
-@shm_reduce_scatter_into.fake
-@shm_all_gather_into.fake
-def _nothing(*_: object) -> None:
-    """They write to an argument."""
-
-
 # Gradients: a result of all ranks' elements, differentiated on all ranks.
 
 
@@ -186,7 +182,7 @@ def _peers(group: int) -> Peers:
 def _combine(parts: list[Tensor], op: str) -> Tensor:
     if op not in _COMBINE:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    result: Tensor = reduce(_COMBINE[op], map(widen, parts))
+    result = reduce(_COMBINE[op], map(widen, parts))
     if op == "mean":
         result = result / len(parts)
     return result.to(parts[0].dtype, copy=True)
