@@ -24,7 +24,7 @@ from opkiln.ops.shm_comm.op import kit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "product": torch.mul,
@@ -180,9 +180,9 @@ def _peers(group: int) -> Peers:
 
 
 def _combine(parts: list[Tensor], op: str) -> Tensor:
-    if op not in _COMBINE:
+    if op not in OPS:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    result = reduce(_COMBINE[op], map(widen, parts))
+    result = reduce(OPS[op], map(widen, parts))
     if op == "mean":
         result = result / len(parts)
     return result.to(parts[0].dtype, copy=True)
