@@ -178,7 +178,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ("weight has shape .3, 5, 48., expected 2", lambda: inference.mixed_gemm(x, experts)),
         ("weight has shape .5, 48., expected 3", lambda: inference.mixed_moe_gemm(x, weight, ends)),
         (r"x has shape .7, 47., weight has", lambda: inference.mixed_gemm(x[:, 1:], weight)),
-        ("x has dtype torch.float64", lambda: inference.mixed_gemm(x.double(), weight)),
+        ("x has dtype float64", lambda: inference.mixed_gemm(x.double(), weight)),
         ("bias has dtype", lambda: inference.mixed_gemm(x, weight, torch.ones(5).half())),
         (r"bias has shape .4., expected .5.", lambda: inference.mixed_gemm(x, weight, x[0, :4])),
         ("activation is 'tanh'", lambda: inference.mixed_gemm(x, weight, activation="tanh")),

@@ -138,7 +138,6 @@ def test_what_cannot_be_is_refused_by_name_and_nothing_is_written() -> None:
         "tensors[1] is not dense": lambda: utils.flatten([a, b.to_sparse()]),
         "tensors[1] is not on the CPU": lambda: utils.flatten([a, b.to("meta")]),
         "flat has 7 elements, tensors have 3": lambda: utils.unflatten_into(flat, [a]),
-        "flat has dtype float64": lambda: utils.unflatten_into(flat.double(), [a, b]),
         "flat has 6 elements, the tensors have 7": lambda: utils.unflatten(flat[1:], [a, b]),
         "expected one dimension without gaps": lambda: utils.unflatten(flat.view(7, 1), [a, b]),
         "tensor is not contiguous": lambda: utils.byte_view(torch.zeros(4, 4).t()),

@@ -1,1 +1,1 @@
-"""The catalogue: one folder per op, each with its library, its functions, kernels and front end."""
+"""The catalogue, one folder for each op. A hit reads ``op.py``, which imports no torch."""

@@ -7,7 +7,7 @@ calls by ``call_checked``, which makes a UsageError of that.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ FLOATS = (*NATIVE, torch.float64)
 WHOLE = (torch.int32, torch.int64)
 KERNEL_TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}  # as the sources call them
 
+_R = TypeVar("_R")
 _REFUSED = r", expected | is (?:not )?on | is not contiguous|, \w+ ha(?:s|ve) "
 
 
@@ -164,13 +165,13 @@ def _emulates(builder: type[OpBuilder]) -> bool:
     return builder.emulates()
 
 
-def call_checked(function: Callable[..., Any], *args: Any) -> Any:
+def call_checked(function: Callable[..., _R], *args: Any, **named: Any) -> _R:
     """Call an op, or a function that checks arguments. What it refuses is the caller's to mend, so
     that is a UsageError: a wrong device, dtype or size, by name."""
     if torch.compiler.is_compiling():
-        return function(*args)
+        return function(*args, **named)
     try:
-        return function(*args)
+        return function(*args, **named)
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         if type(error) is RuntimeError and re.search(_REFUSED, said):

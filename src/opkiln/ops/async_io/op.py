@@ -1,4 +1,4 @@
-"""The library of ``async_io``. Imports no torch: it is on the cache-hit path."""
+"""Reads and writes of tensors that go on while the program does something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library of ``deepspeed_quantizer``. Imports no torch: it is on the cache-hit path."""
+"""DeepSpeed's int8 and int4 quantizer: its layout, its levels and its scales."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""``evoformer_attn``: attention over alignments and pairs, with two additive biases."""

@@ -39,5 +39,4 @@ def evoformer_attention(
             f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = call_checked(_attention, q, k, v, mask_bias, pair_bias, scale)[0]
-    return out
+    return call_checked(_attention, q, k, v, mask_bias, pair_bias, scale)[0]

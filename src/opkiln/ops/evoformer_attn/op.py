@@ -1,10 +1,10 @@
-"""The libraries of ``evoformer_attn``: one for each direction and dtype, so that a process waits
-for what it calls alone. Imports no torch: it is on the cache-hit path."""
+"""``evoformer_attn``: attention over alignments and pairs, with two additive biases."""
 
 from __future__ import annotations
 
 from opkiln.builder.library import library
 
+# One for each direction and dtype, so that a process waits for what it calls alone.
 forward, backward = (
     library(
         f"evoformer_attn__{name}",

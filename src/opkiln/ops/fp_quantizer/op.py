@@ -1,4 +1,4 @@
-"""The library of ``fp_quantizer``. Imports no torch: it is on the cache-hit path."""
+"""Group-wise quantization to narrow floating-point numbers: fp8, fp6, fp12, fp4."""
 
 from __future__ import annotations
 

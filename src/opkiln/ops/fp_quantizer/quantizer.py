@@ -13,7 +13,7 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.checks import call_checked, check_dense
 from opkiln.ops.fp_quantizer import functions
 from opkiln.ops.fp_quantizer.functions import FORMATS, FORMATS_IN_WORDS, check_group_size
-from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
+from opkiln.ops.quantizer.quantize import each_tensor, move_record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""``gds``: reads and writes between files and the memory of GPUs."""

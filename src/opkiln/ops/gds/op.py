@@ -1,4 +1,4 @@
-"""The library of ``gds``. Imports no torch: it is on the cache-hit path."""
+"""``gds``: reads and writes between files and the memory of GPUs."""
 
 from __future__ import annotations
 

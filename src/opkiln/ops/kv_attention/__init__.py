@@ -1,1 +1,0 @@
-"""Attention with a cache of keys and values."""

@@ -1,4 +1,4 @@
-"""The library of ``kv_attention``. Imports no torch: it is on the cache-hit path."""
+"""Attention with a cache of keys and values."""
 
 from __future__ import annotations
 

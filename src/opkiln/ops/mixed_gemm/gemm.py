@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.errors import ArgumentError
 from opkiln.ops.checks import call_checked, check, check_native, runs_cuda_kernels
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
 from opkiln.ops.mixed_gemm.functions import multiply, packed_gemm
@@ -71,8 +71,7 @@ def moe_gemm(
     All but ``offsets`` may have gradients. Raises UsageError, naming the argument.
     """
     call_checked(_check_grouped, x, weight.shape, offsets, bias)
-    if weight.dtype != x.dtype:
-        raise ArgumentTypeError(f"weight has dtype {weight.dtype}, x has {x.dtype}")
+    call_checked(check, "weight", weight, like=x)
     number = _number(activation)
     few = x.shape[0] <= MOST_PLAIN_ROWS * weight.shape[0]
     if few and _is_served(x, (weight, bias), "plain", 0) and weight.is_contiguous():

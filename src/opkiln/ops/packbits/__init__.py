@@ -1,1 +1,0 @@
-"""Sign bits of tensors, eight to a byte."""

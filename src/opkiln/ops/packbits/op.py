@@ -1,4 +1,4 @@
-"""The library of ``packbits``. Imports no torch: it is on the cache-hit path."""
+"""Sign bits of tensors, eight to a byte."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ def packbits(x: Tensor) -> Tensor:
     ``x.reshape(-1)``; missing bits of a last byte are 0. Raises UsageError.
     """
     check_dense(x)
-    packed: Tensor = call_checked(functions.packbits, x.detach().contiguous())
-    return packed
+    return call_checked(functions.packbits, x.detach().contiguous())
 
 
 def unpackbits(
@@ -37,5 +36,4 @@ def unpackbits(
         raise ArgumentError(
             f"shape {sizes} takes {(numel + 7) // 8} bytes, packed has {packed.numel()}"
         )
-    signs: Tensor = call_checked(functions.unpackbits, packed.contiguous(), numel, dtype)
-    return signs.view(sizes)
+    return call_checked(functions.unpackbits, packed.contiguous(), numel, dtype).view(sizes)

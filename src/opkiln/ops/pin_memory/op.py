@@ -1,4 +1,4 @@
-"""The library of ``pin_memory``. Imports no torch: it is on the cache-hit path."""
+"""Page-locked host memory: buffers that devices and direct I/O reach without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library of ``quantizer``. Imports no torch: it is on the cache-hit path."""
+"""Group-wise int8 and int4 quantization, and the reduction of quantized parts."""
 
 from __future__ import annotations
 

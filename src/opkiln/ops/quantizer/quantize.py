@@ -1,22 +1,54 @@
-"""The front end of ``quantizer``: ``opkiln.quant``'s functions on tensors and ``Quantized``."""
+"""The front end of ``quantizer``: ``opkiln.quant``'s functions; records that move like tensors."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.checks import call_checked, check_dense
+from opkiln.ops.checks import NATIVE, call_checked, check_dense
 from opkiln.ops.quantizer import functions
-from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+_Record = TypeVar("_Record", bound=Any)  # a NamedTuple with a field ``dtype``
+
+# torch calls this at its own import only if opkiln is installed and it loads its backends
+# (TORCH_DEVICE_BACKEND_AUTOLOAD). A process that has the classes can always load what it saved.
+opkiln._allow_torch_to_load()
+
+
+def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Record:
+    """The record with every tensor replaced by what the function makes of it."""
+    changed = {
+        name: function(value)
+        for name, value in record._asdict().items()
+        if isinstance(value, Tensor)
+    }
+    return record._replace(**changed)  # type: ignore[no-any-return]
+
+
+def move_record(record: _Record, *args: Any, **kwargs: Any) -> _Record:
+    """As ``Tensor.to``: to a device, a dtype, both, or those of another tensor.
+
+    The dtype is that of the values which the record stands for; its tensors keep theirs. Raises
+    UsageError for another dtype than float32, bfloat16 and float16.
+    """
+    parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)  # as Module.to reads it
+    device, dtype, non_blocking, _ = parsed
+    if dtype is not None:
+        if dtype not in NATIVE:
+            raise UsageError(f"dtype is {dtype}, expected float32, bfloat16 or float16")
+        record = record._replace(dtype=dtype)
+    if device is None:
+        return record
+    return each_tensor(record, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 class Swizzle(NamedTuple):
@@ -181,7 +213,7 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
         functions.dequantize, q.values.contiguous(), q.scales.detach().contiguous(),
         offsets.detach().contiguous(), q.numel, wanted, q.bits, q.group_size, q.symmetric, *order,
     )  # fmt: skip
-    return flat.view(q.shape)  # type: ignore[no-any-return]
+    return flat.view(q.shape)
 
 
 def fake_quantize(
@@ -207,7 +239,7 @@ def fake_quantize(
     if not inplace:
         # In transforms of torch.func the op is its reference, whose gradient is zero.
         transformed = torch._C._are_functorch_transforms_active()
-        call = _StraightThrough.apply if transformed else functions.fake_quantize
+        call: Any = _StraightThrough.apply if transformed else functions.fake_quantize
         return call_checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
     leaf = x if x._base is None else x._base
     if x.requires_grad and leaf.is_leaf and torch.is_grad_enabled():

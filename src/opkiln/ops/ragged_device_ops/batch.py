@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.checks import call_checked, check_least
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,12 +65,10 @@ class RaggedBatch:
         device: torch.device | str = "cpu",
     ) -> None:
         """``most_blocks`` are those of one sequence. Raises UsageError."""
-        for name, value in (
-            ("most_sequences", most_sequences), ("most_tokens", most_tokens),
-            ("most_blocks", most_blocks), ("block_size", block_size),
-        ):  # fmt: skip
-            if value < 1:
-                raise ArgumentError(f"{name} is {value}, expected at least 1")
+        call_checked(
+            check_least, 1, most_sequences=most_sequences, most_tokens=most_tokens,
+            most_blocks=most_blocks, block_size=block_size,
+        )  # fmt: skip
         self.block_size = block_size
         self.device = torch.device(device)
         rows, tokens = (most_sequences,), (most_tokens,)

@@ -1,1 +1,0 @@
-"""Random layer-token drop: layers that see some of the tokens, drawn anew in each step."""

@@ -1,4 +1,4 @@
-"""What ``random_ltd`` is compiled from. Imports no torch: commands know the op by it."""
+"""Random layer-token drop: layers that see some of the tokens, drawn anew in each step."""
 
 from __future__ import annotations
 

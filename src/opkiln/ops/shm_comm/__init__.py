@@ -1,1 +1,0 @@
-"""Collectives among the ranks of one host, through shared memory."""

@@ -11,7 +11,8 @@ the group's timeout, and if the ranks call different things.
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import reduce
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +21,16 @@ from torch import Tensor
 from opkiln.ops.checks import check, check_contiguous, check_numel, widen
 from opkiln.ops.shm_comm.op import kit
 
-OPS = ("sum", "mean", "product", "max", "min")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Peers(Protocol):
@@ -129,13 +139,6 @@ def _all_gather_shape(x: Tensor, group: int) -> Tensor:
     return x.new_empty((x.shape[0] * _peers(group).size, *x.shape[1:]))
 
 
-@shm_all_reduce_.fake
-@shm_reduce_scatter_into.fake
-@shm_all_gather_into.fake
-def _nothing(*_: object) -> None:
-    """They write to an argument."""
-
-
 # Gradients: a result of all ranks' elements, differentiated on all ranks.
 
 
@@ -179,15 +182,7 @@ def _peers(group: int) -> Peers:
 def _combine(parts: list[Tensor], op: str) -> Tensor:
     if op not in OPS:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    result = widen(parts[0])
-    for part in parts[1:]:
-        other = widen(part)
-        if op in ("sum", "mean"):
-            result = result + other
-        elif op == "product":
-            result = result * other
-        else:
-            result = (torch.maximum if op == "max" else torch.minimum)(result, other)
+    result = reduce(OPS[op], map(widen, parts))
     if op == "mean":
         result = result / len(parts)
     return result.to(parts[0].dtype, copy=True)

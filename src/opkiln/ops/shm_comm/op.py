@@ -1,4 +1,4 @@
-"""What ``shm_comm`` is compiled from. Imports no torch: commands know the op by it."""
+"""Collectives among the ranks of one host, through shared memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Attention over listed blocks of keys: layouts, forward and backward."""

@@ -58,11 +58,10 @@ def attention(
     if attn_mask is not None:
         attn_mask_mode = "mul" if attn_mask.dtype == torch.bool else attn_mask_mode
         attn_mask = _mask(attn_mask, q)
-    out: Tensor = call_checked(
+    return call_checked(
         sparse_attn, fitting(q), fitting(k), fitting(v), plan.seen, plan.lists, key_padding_mask,
         attn_mask, plan.block, scale, plan.causal, plan.window, attn_mask_mode == "mul",
     )[0]  # fmt: skip
-    return out
 
 
 class SparseSelfAttention(nn.Module):

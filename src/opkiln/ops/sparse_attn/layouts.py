@@ -29,9 +29,9 @@ class Layout:
 
     # What the layouts are made of, besides what a class adds in ``_mark``.
     _near: int | None = None  # all see the blocks that are at most so many away
-    global_parts: Sequence[slice] = ()  # that all see
-    horizontal_global_attention = False  # these parts see all
-    num_random_blocks, seed = 0, 0  # blocks at random that each row sees
+    _global_parts: Sequence[slice] = ()  # that all see
+    _horizontal = False  # these parts see all
+    _random, _seed = 0, 0  # blocks at random that each row sees
 
     def __init__(
         self, block: int = 64, *, heads: int = 1, causal: bool = False, window: int = 0
@@ -55,10 +55,10 @@ class Layout:
         if self._near is not None:
             place = torch.arange(seen.shape[1], device=seen.device)
             seen |= (place[:, None] - place).abs() <= self._near
-        for part in self.global_parts:
-            _see(seen, part, self.horizontal_global_attention)
-        if self.num_random_blocks:
-            _see_random(seen, self.num_random_blocks, self.seed, self.causal)
+        for part in self._global_parts:
+            _see(seen, part, self._horizontal)
+        if self._random:
+            _see_random(seen, self._random, self._seed, self.causal)
 
     def plan(self, tokens: int, device: torch.device | str = "cpu") -> SparsePlan:
         """The layout for sequences of so many tokens, as the kernels take it. It is kept: the
@@ -164,7 +164,7 @@ class Fixed(Layout):
             raise ArgumentError(f"there are {patterns} patterns, and heads is 1")
         _check_horizontal(horizontal_global_attention, causal)
         self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
-        self.horizontal_global_attention = horizontal_global_attention
+        self._horizontal = horizontal_global_attention
         self.num_different_global_patterns = patterns
 
     def _mark(self, seen: Tensor) -> None:
@@ -180,7 +180,7 @@ class Fixed(Layout):
                 starts.append(max(0, min(whole + first, count - self.num_global_blocks)))
             for start in starts:
                 part = slice(start, start + self.num_global_blocks)
-                _see(seen[head], part, self.horizontal_global_attention)
+                _see(seen[head], part, self._horizontal)
 
 
 class Variable(Layout):
@@ -208,10 +208,10 @@ class Variable(Layout):
             )
         _check_horizontal(horizontal_global_attention, causal)
         _check_counts(num_random_blocks=num_random_blocks)
-        self.num_random_blocks, self.seed = num_random_blocks, seed
+        self._random, self._seed = num_random_blocks, seed
         self.local_window_blocks = tuple(local_window_blocks)
-        self.global_parts = _parts(global_block_indices, global_block_end_indices)
-        self.horizontal_global_attention = horizontal_global_attention
+        self._global_parts = _parts(global_block_indices, global_block_end_indices)
+        self._horizontal = horizontal_global_attention
 
     def _mark(self, seen: Tensor) -> None:
         count = seen.shape[1]
@@ -246,8 +246,8 @@ class BigBird(Layout):
             num_global_blocks=num_global_blocks,
         )
         self._near = num_sliding_window_blocks // 2
-        self.num_random_blocks, self.seed = num_random_blocks, seed
-        self.global_parts, self.horizontal_global_attention = [slice(0, num_global_blocks)], True
+        self._random, self._seed = num_random_blocks, seed
+        self._global_parts, self._horizontal = [slice(0, num_global_blocks)], True
 
 
 class Longformer(Layout):
@@ -268,8 +268,8 @@ class Longformer(Layout):
         super().__init__(block, heads=heads, causal=causal)
         _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
         self._near = num_sliding_window_blocks // 2
-        self.global_parts = _parts(global_block_indices, global_block_end_indices)
-        self.horizontal_global_attention = True
+        self._global_parts = _parts(global_block_indices, global_block_end_indices)
+        self._horizontal = True
 
 
 def _see(seen: Tensor, part: slice, horizontal: bool) -> None:

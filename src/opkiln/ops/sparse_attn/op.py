@@ -1,10 +1,10 @@
-"""The libraries of ``sparse_attn``: forward and backward, one for each dtype, so that a process
-that does not train waits for half of it. Imports no torch: it is on the cache-hit path."""
+"""Attention over listed blocks of keys: layouts, forward and backward."""
 
 from __future__ import annotations
 
 from opkiln.builder.library import library
 
+# One for each direction and dtype, so that a process waits for what it calls alone.
 forward, backward = (
     library(
         f"sparse_attn__{name}",

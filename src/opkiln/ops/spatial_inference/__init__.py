@@ -1,1 +1,0 @@
-"""Adds of biases and residuals to images whose channels come last in memory."""

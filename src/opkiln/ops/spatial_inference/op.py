@@ -1,4 +1,4 @@
-"""What ``spatial_inference`` is compiled from. Imports no torch: commands know the op by it."""
+"""Adds of biases and residuals to images whose channels come last in memory."""
 
 from __future__ import annotations
 

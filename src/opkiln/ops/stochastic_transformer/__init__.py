@@ -1,1 +1,0 @@
-"""What a training layer does with less precision in its stochastic mode."""

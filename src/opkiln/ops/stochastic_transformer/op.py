@@ -1,5 +1,4 @@
-"""The libraries of ``stochastic_transformer``, one for each dtype. Imports no torch: it is on the
-cache-hit path."""
+"""What a training layer does with less precision in its stochastic mode."""
 
 from __future__ import annotations
 

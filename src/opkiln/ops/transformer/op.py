@@ -1,22 +1,18 @@
-"""The libraries of ``transformer``: what a training layer has between its matrix products. One for
-each family and dtype, so that a process waits for what it calls alone. Imports no torch: it is on
-the cache-hit path."""
+"""A training layer of a transformer: what it has between its matrix products."""
 
 from __future__ import annotations
 
-from opkiln.builder.library import Library, library
+from opkiln.builder.library import library
 
-
-def _family(name: str, *sources: str) -> Library:
-    return library(
+# One for each family and dtype, so that a process waits for what it calls alone.
+norms, columns = (
+    library(
         f"transformer__{name}",
         cuda=sources,
         namespace="opkiln",
         functions="opkiln.ops.transformer.functions",
         dtypes=("float32", "bfloat16", "float16"),
     )
-
-
-norms = _family("norms", "norm.cu", "norm_backward.cu")
-columns = _family("columns", "columns.cu")
+    for name, sources in (("norms", ("norm.cu", "norm_backward.cu")), ("columns", ("columns.cu",)))
+)
 kit = library("transformer", parts=(norms, columns))

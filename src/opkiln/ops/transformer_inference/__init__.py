@@ -1,1 +1,0 @@
-"""The fused pieces of a decoder: norms, activations, residual adds."""

@@ -1,11 +1,11 @@
-"""The libraries of ``transformer_inference``: one for each family of functions and each dtype, so
-that a process waits for what it calls alone. Imports no torch: it is on the cache-hit path."""
+"""The fused pieces of a decoder: norms, activations, residual adds."""
 
 from __future__ import annotations
 
 from opkiln.builder.library import Library, library
 
 
+# One for each family and dtype, so that a process waits for what it calls alone.
 def _family(name: str, functions: str = "") -> Library:
     """The functions whose sources are called like them."""
     return library(

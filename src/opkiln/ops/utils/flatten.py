@@ -25,8 +25,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     listed = _detached(tensors)
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return torch.cat([each.reshape(-1) for each in tensors])  # with its gradient
-    flat: Tensor = call_checked(functions.flatten_list, listed)
-    return flat
+    return call_checked(functions.flatten_list, listed)
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

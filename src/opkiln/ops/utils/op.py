@@ -1,4 +1,4 @@
-"""The library of ``utils``. Imports no torch: it is on the cache-hit path."""
+"""Lists of tensors as one flat tensor and back. The name is the one that DeepSpeed's users know."""
 
 from __future__ import annotations
 

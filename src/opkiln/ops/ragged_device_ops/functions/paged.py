@@ -41,11 +41,6 @@ def paged_kv_copy(
     _write(k, v, k_cache, v_cache, block_table, sequences, positions)
 
 
-@paged_kv_copy.fake
-def _nothing(*_: object) -> None:
-    """The reference looks at values, which fake tensors do not have."""
-
-
 @kit.op()
 def listed_blocks(lists: Tensor, lengths: Tensor, block_size: int, width: int) -> Tensor:
     """A block table, int32 [batch, width], of lists that are known by their addresses alone.
