@@ -210,7 +210,7 @@ def test_remote_tiers_are_asked_before_a_rank_says_what_it_has(
         monkeypatch.setenv("OPKILN_TRUSTED_KEYS", f"ed25519:{43 * 'A'}=")
         # A busy machine may be silent for 2.5 seconds, and is then given up.
         monkeypatch.setattr(fetch, "LOAD", patience.COMMAND)
-        assert sharing_of(store, op, 0)._can_make()
+        assert sharing_of(store, op, 0).can_make()
         asked = len(server.requests)
         assert asked > 0
         work.Worker([op]).hello()
@@ -269,11 +269,11 @@ def test_rank_that_cannot_build_waits_for_others_and_then_says_why(
 ) -> None:
     op = op_of('extern "C" int value() { return 2; }\n')
     alone = sharing_of(store, op, 0)
-    monkeypatch.setattr(alone, "_can_make", lambda: False)
+    monkeypatch.setattr(alone, "can_make", lambda: False)
     with pytest.raises(ClusterError, match="was not built"):
         alone.run(0)
     able = sharing_of(store, op, 1).run(0)
     assert able.made.by == 1
     unable = sharing_of(store, op, 2)
-    monkeypatch.setattr(unable, "_can_make", lambda: False)
+    monkeypatch.setattr(unable, "can_make", lambda: False)
     assert unable.run(0).made == able.made

@@ -200,6 +200,21 @@ def test_where_ninja_has_worked_ninja_goes_on(tmp_path: Path) -> None:
     assert after["inode"] == before["inode"]
 
 
+@needs_tvm_ffi
+def test_a_module_that_a_run_noted_is_built_without_its_program(tmp_path: Path) -> None:
+    noted, opkiln = str(tmp_path / "used.jsonl"), [sys.executable, "-m", "opkiln"]
+    first = environment(TVM_FFI_CACHE_DIR=str(tmp_path / "one"))
+    program = [sys.executable, "-c", INLINE]
+    subprocess.run([*opkiln, "run", "--record", noted, *program], env=first, check=True)
+    image = environment(OPKILN_CACHE_DIR=str(tmp_path / "image"))
+    build = [*opkiln, "build", "--recorded", noted]
+    built = subprocess.run(build, env=image, capture_output=True, text=True, check=True)
+    (line,) = (line for line in built.stdout.splitlines() if line.startswith("tvm-ffi:some_"))
+    more = {"OPKILN_CACHE_DIR": str(tmp_path / "image"), "TVM_FFI_CACHE_DIR": str(tmp_path / "b")}
+    assert told(run(INLINE, **more))["started"] == []
+    assert " built " in line
+
+
 # FlashInfer: modules of its own kind, of small sources
 
 SPEC = (

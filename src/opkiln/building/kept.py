@@ -214,7 +214,7 @@ def compare(store: Store, name: str) -> list[tuple[StoreEntry, Details, list[str
     found = []
     for each in inventory.entries(store.root) if store.root is not None else ():
         more = inventory.details(each)
-        if not more.host or name not in (more.group, more.source):
+        if not more.host or name not in (more.group, f"{more.host}:{more.group}", more.source):
             continue
         changes = ["it is damaged"]
         with contextlib.suppress(OSError, *entry.MALFORMED):

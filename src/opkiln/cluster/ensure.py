@@ -130,16 +130,16 @@ def ensure(
     lease = job.default_lease(place.world) if lease is None else lease
     job_of = place.store.where, place.name, place.world
     number = next(_calls.setdefault(job_of, itertools.count()))
-    modules, ops = _take_modules(ops)
-    agreeing = _Agreeing(place, number, timeout, lease, signing_key, modules)
-    if wait:
-        agreeing.run(ops)
-        return agreeing.pin()
+    agreeing = _Agreeing(place, number, timeout, lease, signing_key)
     try:
-        listed = list(libraries_of(ops))
+        agreeing.modules, others = _take_modules(ops)
+        listed = [] if wait else list(libraries_of(others))
     except Exception as error:
         agreeing.tell_all(error)
         raise
+    if wait:
+        agreeing.run(others)
+        return agreeing.pin()
     return Handle(agreeing, listed)
 
 
@@ -153,10 +153,10 @@ class _Agreeing:
         timeout: float,
         lease: float,
         signing_key: str | None,
-        modules: Sequence[RecordedModule],
     ) -> None:
         self.place, self.number, self.timeout, self.lease = place, number, timeout, lease
-        self.signing_key, self.modules = signing_key, modules
+        self.signing_key = signing_key
+        self.modules: list[RecordedModule] = []
         self.shared: list[Choice] = []
         self.began = time.monotonic()
         self.channel = self._channel(moved=False)
@@ -321,11 +321,10 @@ def agree_on_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     return tuple(job.channel(place, what, 60.0).swap(what, None, tuple(value)))
 
 
-def _take_modules(ops: Any) -> tuple[list[RecordedModule], Any]:
+def _take_modules(ops: Any) -> tuple[list[RecordedModule], list[Any]]:
     """(the modules of other programs among these, the other ops). Raises UnknownOp, StoreError."""
-    listed = [ops] if isinstance(ops, str) else ops
-    if not isinstance(listed, (list, tuple, set)):
-        return [], ops
+    is_one = isinstance(ops, str) or callable(ops) or not isinstance(ops, Iterable)
+    listed = [ops] if is_one else list(ops)
     names = [each for each in listed if isinstance(each, str) and each.partition(":")[0] in HOSTS]
     known = recording.read_modules(settings.record) if names and settings.record else {}
     for name in names:
@@ -340,11 +339,10 @@ def _take_modules(ops: Any) -> tuple[list[RecordedModule], Any]:
     return [known[name] for name in names], [each for each in listed if each not in names]
 
 
-def libraries_of(ops: Any) -> Iterable[Op]:
+def libraries_of(ops: Iterable[Any]) -> Iterable[Op]:
     """The ops of names, builders and decorated functions. Each variant is an op. Raises UnknownOp,
     UsageError."""
-    is_one = isinstance(ops, str) or callable(ops) or not isinstance(ops, Iterable)
-    for each in [ops] if is_one else ops:
+    for each in ops:
         if isinstance(each, str):
             yield from (kind().op() for _, kind in libraries(each, ALL_OPS[each]))
             continue
