@@ -12,6 +12,7 @@ outputs of each are compared with plain ninja's. The caches are on disk wherever
 from __future__ import annotations
 
 import argparse
+import compileall
 import filecmp
 import os
 import shutil
@@ -116,7 +117,9 @@ def contenders(root: Path, caches: Path, edges: int) -> list[Contender]:
     if ninja is None:
         raise Failure("there is no ninja on PATH")
     sccache = shutil.which("sccache", path=near)
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+    source = str(Path(__file__).resolve().parents[1] / "src")
+    sys.path.insert(0, source)
+    compileall.compile_dir(source, quiet=1)  # as pip does when it installs a package
     from opkiln.compat.ninja import front
 
     store = {
