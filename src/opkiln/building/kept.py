@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from opkiln.store.entry import Leaf, Refused
+    from opkiln.store.entry import Leaf
     from opkiln.store.inventory import Details, StoreEntry
     from opkiln.store.key import Fact
     from opkiln.store.layers import Store
@@ -80,16 +80,11 @@ class Anchors:
 
 
 def find(
-    store: Store,
-    name: str,
-    places: Mapping[str, str],
-    hasher: Hasher,
-    known: dict[str, Refused] | None = None,
+    store: Store, name: str, places: Mapping[str, str], hasher: Hasher
 ) -> tuple[Leaf | None, list[str]]:
     """(what the command of this key made, if all that it read is as it was; why what it made at
-    other times is refused: once in ``known``, it is not looked at again). A damaged entry is
-    removed."""
-    leaf, refused = store.find_object(name, places, hasher, {} if known is None else known)
+    other times is refused). A damaged entry is removed."""
+    leaf, refused = store.find_object(name, places, hasher)
     for each in refused:
         if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
             # It makes room for what will be made. No lock is held: at worst this removes an intact

@@ -16,7 +16,7 @@ from opkiln.machine import uname
 from opkiln.machine.facts import Hasher
 from opkiln.machine.toolchain.find import has_interpreter
 from opkiln.settings import on_path, variables_of_others, whole_environment
-from opkiln.store.entry import Leaf, Refused
+from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 
 _VERSION = 1  # of what the key means
@@ -53,7 +53,6 @@ class Prepared:
     def __init__(self, command: ObservedCommand, read: ShellText | None = None) -> None:
         """``read`` is what a text says."""
         self.command = command
-        self._refused: dict[str, Refused] = {}
         whole = command.command
         if isinstance(whole, str):
             self.words = tuple(shlex.split(whole)) if read is None else read.words
@@ -89,7 +88,7 @@ class Prepared:
 
     def find(self, store: Store, hasher: Hasher) -> tuple[Leaf | None, list[str]]:
         """``kept.find``. An entry may only write where the command itself may."""
-        leaf, reasons = kept.find(store, self.name, self.anchors.places, hasher, self._refused)
+        leaf, reasons = kept.find(store, self.name, self.anchors.places, hasher)
         for anchor, path, *_ in () if leaf is None else leaf.manifest.get("files", []):
             full = os.path.join(self.anchors.places.get(anchor, ""), path)
             if os.path.normpath(full) != full or not self.owns(full):

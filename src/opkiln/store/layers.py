@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from types import MappingProxyType
 
 from opkiln.base import trust
 from opkiln.base.lazy import Record
@@ -189,28 +188,19 @@ class Store:
                             continue  # damaged or just collected: try the next one
                         break
 
-    def find_object(
-        self, step: str, places: Mapping[str, str], hasher: Hasher, known: dict[str, Refused]
-    ) -> Lookup:
-        """A compiled object. Those that are ``known`` are not looked at again; it grows."""
+    def find_object(self, step: str, places: Mapping[str, str], hasher: Hasher) -> Lookup:
+        """A compiled object."""
         # Bundles have no objects.
         bases = (
             (layer, os.path.join(layer.root, "objects", step[:2], step))
             for layer in self.location.layers
             if not layer.bundle
         )
-        found = _find(bases, places, hasher, whole=True, known=known)
-        known.update((each.directory, each) for each in found.refused)
-        return found
+        return _find(bases, places, hasher, whole=True)
 
 
 def _find(
-    bases: Iterable[tuple[Layer, str]],
-    places: Mapping[str, str],
-    hasher: Hasher,
-    *,
-    whole: bool,
-    known: Mapping[str, Refused] = MappingProxyType({}),
+    bases: Iterable[tuple[Layer, str]], places: Mapping[str, str], hasher: Hasher, *, whole: bool
 ) -> Lookup:
     """The first good leaf in some directories, each with the layer that it is in."""
     refused: list[Refused] = []
@@ -220,9 +210,7 @@ def _find(
             continue
         for name in list_newest(base):
             path = os.path.join(base, name)
-            leaf = known.get(path) or examine(
-                path, places, hasher, listed=layer.listed, whole=whole
-            )
+            leaf = examine(path, places, hasher, listed=layer.listed, whole=whole)
             if isinstance(leaf, Leaf) and layer.unseen and (reason := _foreign(layer.root)):
                 leaf = Refused(leaf.directory, reason)
             if isinstance(leaf, Leaf):
