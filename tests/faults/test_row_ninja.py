@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import ninja_graphs
 import pytest
 from loaders import HERE, shim
 from sample import child
-from sample.ninja_project import Project
+from sample.ninja_project import Project, servers
 
 from opkiln.compat.ninja import front
 
@@ -101,3 +105,41 @@ int main(void) { printf("%d", b() + c() + d()); }
             assert process.returncode == 0, said
             assert project.run("program") == str(3 * number)
             assert project.is_done()
+
+
+def test_of_several_builds_one_is_killed_at_any_moment(
+    tmp_path: Path, cases: Cases, note: Callable[[str], None]
+) -> None:
+    names = ("a", "b", "c", "main")
+    graph = "".join(f"build {name}.o: cc {name}.c\n" for name in names)
+    graph += f"build program: link {' '.join(f'{name}.o' for name in names)}\n"
+    chance = random.Random(36)
+    killed = {"ninja": 0, "its server": 0, "nothing, it had ended": 0}
+    for number in cases(50):
+        texts = {f"{name}__c": f"int {name}(void) {{ return {number}; }}\n" for name in "abc"}
+        texts["main__c"] = (
+            "#include <stdio.h>\nint a(void), b(void), c(void);\n"
+            'int main(void) { printf("%d", a() + b() + c()); }\n'
+        )
+        projects = [Project(tmp_path / who / str(number), graph, **texts) for who in "xyz"]
+        traces = [tmp_path / f"{number}-{who}.trace" for who in "xyz"]
+        builds = [each.start(trace=trace) for each, trace in zip(projects, traces, strict=True)]
+        time.sleep(chance.uniform(0.1, 1.2))
+        who, victims = chance.choice(
+            [("ninja", [builds[0].pid]), ("its server", servers(traces[0]))]
+        )
+        dead = builds[0].poll() is not None or not victims
+        killed["nothing, it had ended" if dead else who] += 1
+        for victim in () if dead else victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        for each in builds:
+            each.communicate(timeout=120)
+        assert [each.returncode for each in builds[1:]] == [0, 0]
+        after = Project(tmp_path / "after" / str(number), graph, **texts)
+        assert after.build().status == 0
+        assert projects[0].plain().returncode == 0
+        for project in (*projects, after):
+            assert project.run("program") == str(3 * number)
+            assert project.is_done()
+    note(f"killed: {killed}")

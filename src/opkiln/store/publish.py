@@ -77,17 +77,15 @@ def _why_full(error: OSError, directory: str) -> str:
 
 @contextmanager
 def staging(root: str, relative: str, size: int) -> Iterator[str]:
-    """A private directory in the store, for the files of a new entry; ``move`` follows. Whatever is
-    left in it is removed. Raises StoreError, with the path and ``size``, the number of bytes, if
-    the store cannot be written."""
+    """A private directory in the store, for the files of a new entry; ``move`` follows. What is
+    left in it is removed. Any OSError in the block becomes a StoreError, with the path and
+    ``size``, the number of bytes."""
     path = os.path.join(root, "staging", secrets.token_hex(12))
     try:
         make_private(os.path.dirname(path))
         os.mkdir(path, 0o700)
         yield path
     except OSError as error:
-        if error.filename is not None and not str(error.filename).startswith(root + "/"):
-            raise
         raise StoreError(
             f"{os.path.join(root, relative)} cannot be written ({size} bytes): "
             f"{error.strerror or error}",

@@ -49,15 +49,16 @@ def _make(ready: str, parts: Sequence[tuple[str, str, bool]]) -> None:
     part = f"{ready}.{os.getpid()}-{os.urandom(6).hex()}"
     make_private(part)
     memory = Store().memory
-
-    def make(name: str, source: str, program: bool) -> None:
-        path = os.path.join(part, name)
-        observer.make(memory, source, path, None, program=program)
-        os.chmod(path, 0o700)
-
     try:
-        for made in [probing.begin_in_thread(partial(make, *each)) for each in parts]:
-            made()
+        for wait in [
+            probing.begin_in_thread(
+                partial(observer.make, memory, source, f"{part}/{name}", None, program=program)
+            )
+            for name, source, program in parts
+        ]:
+            wait()
+        for name, _, _ in parts:
+            os.chmod(f"{part}/{name}", 0o700)
         with contextlib.suppress(OSError):  # another process was faster
             os.rename(part, ready)
     except (BuildTimeout, ToolchainError):
