@@ -136,6 +136,26 @@ def test_tables_replace_the_frequencies(op: Any, table_dtype: torch.dtype) -> No
     assert torch.equal(first, op.rotary(x, torch.arange(3), cos, sin))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_serve_many_tokens_and_heads(op: Any, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 37, 24, 20), torch.randn(2, 37, 8, 20)
+    positions = torch.randint(0, 90, (2, 37))
+    pairs = torch.arange(8, dtype=torch.float64)
+    angle = torch.arange(90)[:, None] * 100.0 ** (-pairs / 8)
+    tables = (angle.cos().float(), angle.sin().float())
+    for inverse in (False, True):
+        found = op.rotary_qk(
+            q, k, positions, *tables, dim=16, interleaved=interleaved, inverse=inverse
+        )
+        for got, x in zip(found, (q, k), strict=True):
+            close(got, turned(x, positions, 16, 100.0, interleaved, inverse), x)
+    bad = positions.clone()
+    bad[1, 36] = 90
+    with pytest.raises((RuntimeError, IndexError)):
+        op.rotary_qk(q, k, bad, *tables, dim=16, interleaved=interleaved)
+
+
 def test_nan_and_infinity_reach_their_partner_alone(op: Any) -> None:
     x = torch.ones(1, 2, 1, 32)
     x[0, 1, 0, 3] = torch.nan

@@ -16,6 +16,7 @@ using opkiln::device::Sixteen;
 constexpr int kVectors = 4;         // 16-byte loads that a thread has in flight for a long row
 constexpr int kFewVectors = 2;      // the same for short rows, or few rows
 constexpr int kShortVectors = 128;  // the most in a short row
+constexpr int kShortCentred = 64;   // of a layer norm, which waits for two sums: a warp needs no barrier for them
 constexpr int kShortThreads = 64;   // per block with several rows; larger blocks are slower
 constexpr int kMostThreads = 512;   // per block with one row
 constexpr int kFewRows = 256;
@@ -326,7 +327,7 @@ void launch_for(const Norm& norm) {
   // A unit is what a thread reads of a row at once. It is small if the
   // row is short, or if there are too few rows to fill a large GPU.
   const int64_t vectors = norm.columns / kCount;
-  const bool few = vectors <= kShortVectors || (norm.rows <= kFewRows && vectors <= kFewVectors * kMostThreads);
+  const bool few = vectors <= (norm.centred && !norm.residual ? kShortCentred : kShortVectors) || (norm.rows <= kFewRows && vectors <= kFewVectors * kMostThreads);
   const int64_t unit = kCount * (few ? kFewVectors : kVectors);
   const int64_t units = aligned ? (norm.columns + unit - 1) / unit : norm.columns;
   Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0, 1, 1.0f / static_cast<float>(norm.columns), 0};

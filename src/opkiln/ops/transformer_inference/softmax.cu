@@ -28,6 +28,10 @@ constexpr int kBiasedThreads = 512;  // masks and other biases take more registe
 
 constexpr float kLog2e = 1.4426950408889634f;
 
+// What is added to the scores of a row that is held in registers. A mask alone is loaded with the scores, because the
+// scores would have to wait for it otherwise; in a kernel with all biases there are no registers for that.
+enum class Bias : uint8_t { kNone, kMask, kAny };
+
 struct Launch {
   Work work;
   unsigned log2_team;
@@ -58,8 +62,7 @@ __device__ inline float alibi(const Row& row, int column) {
   return row.slope * static_cast<float>(column - row.position);
 }
 
-// Adds the mask and ALiBi to neighbouring scores, and hides invisible keys. The mask is loaded only
-// here, because loading it earlier would take too many registers.
+// Adds the mask and ALiBi to neighbouring scores, and hides invisible keys.
 template <class T>
 __device__ inline void add_bias(const Work& work, const Row& row, int column, float* values) {
   constexpr int kCount = Sixteen<T>::kCount;
@@ -113,8 +116,9 @@ __device__ inline Row my_row(const Work& work, const Team& team, bool* mine) {
   return row;
 }
 
-template <class T, bool kPlain>
-__global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain || sizeof(T) == 4 ? 1 : 2)
+template <class T, Bias kBias>
+__global__ void __launch_bounds__(kBias == Bias::kNone ? kMostThreads : kBiasedThreads,
+                                  kBias == Bias::kNone || sizeof(T) == 4 ? 1 : 2)
     held_kernel(const OPK_GRID_CONSTANT Launch l) {
   opk::wait_for_previous();
   using Pack = Sixteen<T>;
@@ -127,15 +131,18 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
   const T* const from = static_cast<const T*>(l.work.x) + row.x;
   const int start = static_cast<int>(team.lane) * kCount, step = static_cast<int>(team.size) * kCount;
 
-  Pack packs[kPacks];  // all loads come first; hidden keys are not loaded
+  Pack packs[kPacks], masks[kBias == Bias::kMask ? kPacks : 1];  // all loads come first, hidden keys have none
   // A mask with a separate row for each query is not in any cache yet.
-  const bool prefetches = !kPlain && l.work.mask && l.work.mask_strides[2] != 0 && team.lane % 4 == 0;
+  const bool prefetches = kBias == Bias::kAny && l.work.mask && l.work.mask_strides[2] != 0 && team.lane % 4 == 0;
   const int mask_size = l.work.wide_mask ? 4 : sizeof(T);
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     const int column = start + k * step;
     if (column < row.last && column + kCount > row.first) {
       packs[k] = *reinterpret_cast<const Pack*>(from + column);
+      if constexpr (kBias == Bias::kMask) {
+        masks[k] = *reinterpret_cast<const Pack*>(static_cast<const T*>(l.work.mask) + row.mask + column);
+      }
       if (prefetches) {
         opkiln::device::prefetch(static_cast<const char*>(l.work.mask) + (row.mask + column) * mask_size);
       }
@@ -150,7 +157,11 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
     float* const some = values + k * kCount;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) some[i] = seen ? packs[k][i] * l.work.scale : minus_infinity();
-    if (!kPlain && seen) add_bias<T>(l.work, row, column, some);
+    if (kBias == Bias::kAny && seen) add_bias<T>(l.work, row, column, some);
+    if constexpr (kBias == Bias::kMask) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) some[i] += seen ? masks[k][i] : 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most.absorb({some[i]});
   }
@@ -280,7 +291,7 @@ bool is_packed(const Work& work) {
 
 template <class T>
 void launch(const Work& work) {
-  const bool plain = !work.mask && !work.slopes && !work.causal && !work.window;
+  const bool others = work.slopes || work.causal || work.window, plain = !work.mask && !others;
   const int64_t most = plain ? kMostThreads : kBiasedThreads;
   const bool held = is_packed<T>(work) && work.columns <= most * kHeld;
   // The fewest threads that hold the row, or with few rows as many as have something to do.
@@ -301,8 +312,11 @@ void launch(const Work& work) {
     ++l.log2_team;
   }
   const int64_t threads = team < 128 ? 128 : team, count = threads / team;
-  opk::launch_overlapping(!held ? twice_kernel<T> : plain ? held_kernel<T, true> : held_kernel<T, false>,
-              (work.rows + count - 1) / count, threads, 0, l);
+  const auto kernel = !held                        ? twice_kernel<T>
+      : plain                                      ? held_kernel<T, Bias::kNone>
+      : work.mask && !work.wide_mask && !others ? held_kernel<T, Bias::kMask>
+                                                   : held_kernel<T, Bias::kAny>;
+  opk::launch_overlapping(kernel, (work.rows + count - 1) / count, threads, 0, l);
 }
 
 }  // namespace
