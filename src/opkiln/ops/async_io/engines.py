@@ -30,10 +30,7 @@ class EngineState(NamedTuple):
 def engines() -> tuple[EngineState, ...]:
     """All engines for host memory, in the order in which they are tried. Each is started once."""
     like = torch.empty(0, device="cpu")  # whatever the default device is
-    errors = {name: int(functions.aio_probe(like, name)) for name in ORDER}
-    return tuple(
-        EngineState(name, not error, *_reason(name, error)) for name, error in errors.items()
-    )
+    return tuple(_state(name, int(functions.aio_probe(like, name))) for name in ORDER)
 
 
 def choose(name: str) -> str:
@@ -48,6 +45,10 @@ def choose(name: str) -> str:
     if not state.usable:
         raise UsageError(f"{name} cannot be used here", why=state.why, hint=state.hint)
     return name
+
+
+def _state(name: str, error: int) -> EngineState:
+    return EngineState(name, not error, *_reason(name, error))
 
 
 def _reason(name: str, error: int) -> tuple[str, str]:
