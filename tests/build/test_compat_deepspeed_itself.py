@@ -419,8 +419,11 @@ def test_the_builder_of_deepcompile_finds_the_toolkit(programs: Programs) -> Non
         from opkiln.compat.deepspeed import engine
         from deepspeed.ops.op_builder.dc import DeepCompileBuilder
         imported = "torch.utils.cpp_extension" in sys.modules
-        answer = [imported, engine.op_of(DeepCompileBuilder()).spec.include_dirs]
-        """,
-        OPKILN_CUDA_HOME="/opt/cuda-13",
+        from opkiln.compat.torch import paths
+        spec = engine.op_of(DeepCompileBuilder()).spec
+        answer = [imported, spec.include_dirs, paths.cuda_toolkit()]
+        """
     )
-    assert found == [False, ["csrc/includes", "csrc/compile", "/opt/cuda-13/include"]]
+    imported, include_dirs, toolkit = found
+    assert not imported
+    assert include_dirs == ["csrc/includes", "csrc/compile", f"{toolkit}/include"]
