@@ -80,25 +80,26 @@ template <class T, bool kCentred>
   for (int64_t at = 0; at < whole; at += Four::kLanes) at_once(at, Four::kLanes);
   if (whole < columns) at_once(whole, columns - whole);
   given.total = opkiln::sum_of_lanes(total.sum());
-  given.squares = opkiln::sum_of_lanes(squares.sum());
+  if constexpr (kCentred) given.squares = opkiln::sum_of_lanes(squares.sum());
 }
 
-// Rows of sums take turns with these buffers, because their steps overlap.
-constexpr int64_t kKeptRows = 3;
+// The rows in work at a time. Rows of sums take turns with as many buffers.
+template <bool kCentred>
+constexpr int64_t kRowsInWork = kCentred ? 3 : 2;
 
 int64_t stride_of_kept(const Norm& n) { return (n.columns + Four::kLanes - 1) / Four::kLanes * Four::kLanes; }
 
 template <class T, bool kCentred>
 void normalize_rows(const Norm& n, int64_t first, int64_t last, bool around, T* kept) {
-  constexpr int kLag = kCentred ? 2 : 1;  // rows between a row's first step and its last
+  constexpr int64_t kRows = kRowsInWork<kCentred>, kLag = kRows - 1;  // a row's last step comes kLag rows after its first
   const auto row_of = [&](const void* tensor, int64_t row) {
     return tensor ? static_cast<T*>(const_cast<void*>(tensor)) + row * n.columns : nullptr;
   };
   const auto kept_of = [&](int64_t row) {
-    return n.residual ? kept + row % kKeptRows * stride_of_kept(n) : row_of(n.x, row);
+    return n.residual ? kept + row % kRows * stride_of_kept(n) : row_of(n.x, row);
   };
   const float count = static_cast<float>(n.columns);
-  float means[kKeptRows] = {}, scales[kKeptRows];
+  float means[kRows] = {}, scales[kRows];
   for (int64_t row = first; row < last + kLag; ++row) {
     const int64_t centred = row - 1, done = row - kLag;
     Pass<T> pass{};
@@ -111,21 +112,21 @@ void normalize_rows(const Norm& n, int64_t first, int64_t last, bool around, T* 
     }
     if (kCentred && first <= centred && centred < last) {
       pass.centred = kept_of(centred);
-      pass.centre = means[centred % kKeptRows];
+      pass.centre = means[centred % kRows];
     }
     if (first <= done) {
       pass.row = kept_of(done);
       pass.weight = row_of(n.weight, 0);
       pass.bias = row_of(n.bias, 0);
       pass.out = row_of(n.out, done);
-      pass.mean = means[done % kKeptRows];
-      pass.scale = scales[done % kKeptRows];
+      pass.mean = means[done % kRows];
+      pass.scale = scales[done % kRows];
     }
     run_pass<T, kCentred>(pass, n.columns, around);
-    if (kCentred) means[row % kKeptRows] = pass.total / count;
+    if (kCentred) means[row % kRows] = pass.total / count;
     const int64_t measured = kCentred ? centred : row;
     const float square = (kCentred ? pass.squares : pass.total) / count;
-    if (first <= measured) scales[measured % kKeptRows] = 1.0f / __builtin_sqrtf(square + n.eps);
+    if (first <= measured) scales[measured % kRows] = 1.0f / __builtin_sqrtf(square + n.eps);
   }
   opkiln::settle_stores();
 }
@@ -133,7 +134,7 @@ void normalize_rows(const Norm& n, int64_t first, int64_t last, bool around, T* 
 template <class T>
 void normalize_rows(const Norm& n, int64_t first, int64_t last) {
   constexpr int64_t kOnStack = 16384;  // elements
-  const int64_t wanted = n.residual ? kKeptRows * stride_of_kept(n) : 0;
+  const int64_t wanted = n.residual ? (n.centred ? kRowsInWork<true> : kRowsInWork<false>) * stride_of_kept(n) : 0;
   alignas(64) T few[kOnStack];
   T* const kept = wanted <= kOnStack ? few : static_cast<T*>(__builtin_malloc(wanted * sizeof(T)));
   OPK_CHECK(kept, "no memory for ", wanted, " elements");
