@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from opkiln.cluster import protocol, work
 from opkiln.cluster.channel import PART, Channel
-from opkiln.cluster.ensure import default_lease
+from opkiln.cluster.job import default_lease
 from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, Vote, key_of
 from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause
 from opkiln.cluster.stores import Torch
