@@ -34,7 +34,7 @@ from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.ops.kv_attention.op import kit as kv_attention
 from opkiln.ops.mixed_gemm.op import kit as mixed_gemm
 from opkiln.ops.packbits.op import PackbitsBuilder
-from opkiln.ops.sparse_attn.op import backward as sparse_backward
+from opkiln.ops.sparse_attn.op import forward as sparse_forward
 from opkiln.ops.transformer_inference.op import int8_linear, norms
 from opkiln.ops.utils.op import UtilsBuilder
 from opkiln.settings import override
@@ -216,7 +216,7 @@ def test_source_on_op_header_is_built_by_nvrtc_where_there_is_no_toolkit(machine
          int8_linear.builder.variant(("float16",)),
          evoformer_backward.builder.variant(("bfloat16",)),
          evoformer_forward.builder.variant(("float16",)),
-         sparse_backward.builder.variant(("bfloat16",)),
+         sparse_forward.builder.variant(("bfloat16",)),
      ))],
 )  # fmt: skip
 def test_the_catalogues_kernels_are_built_by_nvrtc(builder: type[CUDAOpBuilder]) -> None:

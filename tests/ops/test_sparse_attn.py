@@ -14,6 +14,7 @@ from stand_in import emulated_functions, poisoned
 from torch import Tensor
 
 from opkiln import nn
+from opkiln.builder.registry import get_builder
 from opkiln.errors import FallbackWarning, UsageError
 from opkiln.nn import sparse_attention as sparse
 from opkiln.ops.sparse_attn import plans
@@ -55,6 +56,14 @@ def test_long_lines_are_cut_and_joined(emulated: Any, monkeypatch: pytest.Monkey
     call = make(Case(layout, 320, head=16), torch.bfloat16)
     assert [len(each) for each in call.rest[1][2::3]] == [1, 1, 1]
     check(Case(layout, 320, head=16), torch.bfloat16, emulated)
+
+
+@pytest.mark.parametrize("name", ["sparse_attn", "evoformer_attn"])
+def test_hopper_gets_code_with_its_own_instructions(name: str) -> None:
+    for part in get_builder(name).PARTS:
+        flags = part(backend="cuda").compute_capability_args("7.5;8.0;9.0+PTX;10.0")
+        images = [each.rpartition("code=")[2] for each in flags]
+        assert images == ["sm_80", "sm_90", "compute_90", "sm_90a", "sm_100"]
 
 
 def test_rows_at_odd_addresses_go_to_the_reference(emulated: Any) -> None:

@@ -266,6 +266,12 @@ def test_what_a_filter_returns_is_kept_in_numeric_order(answer: list[str], kept:
     assert cuda.merge((*found.kept, *found.removed)) == EVERY
 
 
+def test_a_filter_may_have_the_variant_compiled_instead() -> None:
+    found = cuda.apply_filter(cuda.parse("8.0;9.0;10.0+PTX"), lambda _ccs: ["9.0a", "10.0f"])
+    assert cuda.show(found.kept) == "9.0a;10.0+PTX;10.0f"
+    assert cuda.show(found.removed) == "8.0"
+
+
 @pytest.mark.parametrize(
     "answer",
     [["9.1"], ["7.5+PTX"], ["10.0a"], [["8", "6"]], ["Hopper"], ["all"], [""], [[]], ["8"]],

@@ -115,10 +115,12 @@ class DecoratedBuilder(CUDAOpBuilder):
         return tuple(self.NEEDS.get("ldflags", ()))
 
     def filter_ccs(self, ccs: list[str]) -> list[str]:
-        least = self.NEEDS.get("archs")
-        if least is None:
+        if "archs" not in self.NEEDS:
             return ccs
-        return [each for each in ccs if _number(each) >= _number(str(least))]
+        least, *variants = self.NEEDS["archs"].split(";")
+        own = {_number(each): each for each in variants}
+        kept = [each for each in ccs if _number(each) >= _number(least)]
+        return [own.get(_number(each), each) for each in kept]
 
     def spec(self) -> OpSpec:
         spec = super().spec()
@@ -193,12 +195,13 @@ def _checked_needs(op: str, needs: Mapping[str, Any]) -> dict[str, Any]:
     if "archs" in needs:
         checked["archs"] = str(needs["archs"])
         try:
-            _number(checked["archs"])
+            for each in checked["archs"].split(";"):
+                _number(each)
         except ValueError as error:
             raise SpecError(
                 f"op {op}: needs= has archs {checked['archs'][:80]!r}",
-                why="it is the least compute capability that the op runs on",
-                hint='needs={"archs": "8.0"}',
+                why="it is the least compute capability that the op runs on; after it, variants",
+                hint='needs={"archs": "8.0;9.0a"}',
             ) from error
     return checked
 

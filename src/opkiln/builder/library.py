@@ -65,8 +65,9 @@ def op(
     file. ``source`` is text instead: C++ for the CPU, or ``{"cpu": ..., "cuda": ...}``.
     ``mutates`` names the arguments that the op writes to. ``gradient=False`` says that its result
     is not differentiable: calls by ``torch.ops`` then cost less. ``needs`` may have ``archs`` (the
-    least compute capability, "8.0"), ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args``
-    and ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name.
+    least compute capability, "8.0"; "8.0;9.0a" also has 9.0 compiled with the chip's own features),
+    ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args`` and ``ldflags``. ``namespace`` is
+    that of ``torch.ops``; by default, the package's name.
     ``emulate`` runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do
     (docs/emulator.md).
     ``variants`` lists compile-time parameters and their values, ``{"HEAD": (64, 128)}``: the

@@ -265,7 +265,11 @@ def archs_for_devices(
     listed = parse_names(CUDA, device.archs)
     driver = nvidia.devices(memory()).cuda
     takes_ptx = release(driver) >= release(device.version)
-    chosen = [language.choose_for_device(arch, listed, takes_ptx) for arch in archs]
+    served = language.usable(archs, listed, device.accepts).kept  # also a variant that an op names
+    chosen = [
+        (arch, "") if arch in served else language.choose_for_device(arch, listed, takes_ptx)
+        for arch in archs
+    ]
     notes = tuple(dict.fromkeys(note for _, note in chosen if note))
     return language.merge(arch for arch, _ in chosen), notes
 

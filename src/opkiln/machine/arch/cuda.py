@@ -231,7 +231,8 @@ def apply_filter(archs: Iterable[CudaArch], rule: lists.Rule) -> lists.Filtered:
     The rule gets plain capabilities ("8.0", "9.0"), each once. Its decision also applies to the
     ``a``, ``f`` and PTX variants. Existing rules do ``int(minor)``, which a suffix would break. The
     rule returns those to keep, in any order, as strings or as ``[major, minor]``. If it returns one
-    with a suffix, only that variant is kept. A rule can only remove.
+    with a suffix, only that variant is kept, or is compiled instead of the plain one; the PTX of
+    the plain one is kept. Apart from that, a rule can only remove.
     """
     return lists.apply_filter(merge(archs), rule, lambda arch: str(arch.capability), _variants)
 
@@ -244,12 +245,12 @@ def _variants(item: str, have: Iterable[CudaArch]) -> list[CudaArch]:
     except ArchError:
         return []
     ptx = base != item.lower()
-    return [
-        arch
-        for arch in have
-        if arch.capability == named.capability and named.suffix in {"", arch.suffix}
-        if arch.ptx or not ptx
-    ]
+    same = [arch for arch in have if arch.capability == named.capability]
+    found = [a for a in same if named.suffix in {"", a.suffix} and (a.ptx or not ptx)]
+    plain = [arch for arch in same if not arch.suffix]
+    if plain and not found and not ptx:
+        return [named, *(arch for arch in plain if arch.ptx)]
+    return found
 
 
 def usable(

@@ -87,9 +87,10 @@ def apply_filter(
                 hint="name the architecture in the arch list instead",
             )
         keep.update(found)
+    replaced = set(map(name, keep - set(archs)))  # by a variant that the author names
     return Filtered(
-        kept=tuple(arch for arch in archs if arch in keep),
-        removed=tuple(arch for arch in archs if arch not in keep),
+        kept=tuple(sorted(keep)),
+        removed=tuple(arch for arch in archs if arch not in keep and name(arch) not in replaced),
     )
 
 

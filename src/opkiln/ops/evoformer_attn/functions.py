@@ -31,9 +31,9 @@ def evoformer_attention(
     """The attention, and what its gradient needs.
 
     The second result is [2, batch, rows, heads, length] in fp32: for each query the greatest score,
-    times log2(e), and one over the sum of the weights relative to it. (Their sum as one number
-    would lose the second where the first is -1e9, in rows that are masked out.) If all scores of a
-    query are minus infinity, its result is NaN.
+    times log2(e), or a number up to 8 below it, and one over the sum of the weights relative to it.
+    (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
+    out.) If all scores of a query are minus infinity, its result is NaN.
     """
     scores = _scores(q, k, v, scale, mask_bias, pair_bias)
     if scores.shape[-1] == 0:

@@ -53,6 +53,7 @@ struct Unit {
   int tile, head, row, batch;
   int line;  // index into [batch, rows, heads]
 
+  Unit() = default;
   template <class Element>
   __device__ Unit(const Work<Element>& work, unsigned index) {
     tile = index % static_cast<unsigned>(work.tiles);

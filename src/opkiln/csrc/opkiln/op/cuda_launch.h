@@ -3,14 +3,15 @@
 
 OPK_NAMESPACE_BEGIN
 
-// The compute capability that the kernel's code on this device was written for; 0 if there is no code. It can
-// be lower than the device's: the driver also compiles PTX of earlier capabilities.
+// The compute capability that the kernel's code on this device was written for; 0 if there is no code, or none
+// but for one thread (warpgroup_matrix.h). It can be lower than the device's: the driver also compiles PTX of earlier
+// capabilities.
 [[gnu::noinline]] inline int capability_of(const void* kernel, int device) {
   static NumberCache known;
   int answer = known.find(kernel, device);
   if (answer < 0) {
     cudaFuncAttributes found;
-    answer = cudaFuncGetAttributes(&found, kernel) != cudaSuccess ? 0
+    answer = cudaFuncGetAttributes(&found, kernel) != cudaSuccess || found.maxThreadsPerBlock == 1 ? 0
         : found.ptxVersion < found.binaryVersion                  ? found.ptxVersion
                                                                   : found.binaryVersion;
     known.add(kernel, device, answer);

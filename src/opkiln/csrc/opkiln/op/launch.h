@@ -85,7 +85,8 @@ OPK_NAMESPACE_END
 //   template <class... P> bool runs_as(void (*kernel)(P...), int capability)
 // which returns whether the current device runs the kernel's code for this compute capability (90 is 9.0) or
 // a later one. The device alone does not decide: the driver also compiles code that was written for an
-// earlier capability, which lacks the features of the later one.
+// earlier capability, which lacks the features of the later one. Code that is declared for one thread counts as
+// none: so an image says that it lacks what a kernel needs (warpgroup_matrix.h).
 #if defined(OPKILN_EMULATED)
 #include "emulated_launch.h"
 #define OPK_HAS_LAUNCH 1

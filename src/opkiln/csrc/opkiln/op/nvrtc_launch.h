@@ -39,7 +39,7 @@ struct Config {
 static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56, "as in cuda.h");
 
 // Of CUfunction_attribute, and of CUdevice_attribute.
-enum : int { kStaticShared = 1, kPtxVersion = 5, kBinaryVersion = 6, kMaxDynamicShared = 8, kNonPortableClusters = 14 };
+enum : int { kMaxThreads = 0, kStaticShared = 1, kPtxVersion = 5, kBinaryVersion = 6, kMaxDynamicShared = 8, kNonPortableClusters = 14 };
 enum : int { kMostSharedOfBlock = 97 };
 
 struct Functions {
@@ -135,8 +135,9 @@ inline int enter_context(int32_t device) {
   int answer = known.find(handle, device);
   if (answer < 0) {
     const Functions& cuda = functions();
-    int ptx = 0, binary = 0;
-    const bool found = cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
+    int threads = 0, ptx = 0, binary = 0;
+    const bool found = cuda.cuKernelGetAttribute(&threads, kMaxThreads, handle, device) == 0 && threads > 1 &&
+        cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
         cuda.cuKernelGetAttribute(&binary, kBinaryVersion, handle, device) == 0;
     answer = !found ? 0 : ptx < binary ? ptx : binary;
     known.add(handle, device, answer);
