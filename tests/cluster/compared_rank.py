@@ -34,8 +34,9 @@ def ensure(case: str, ops: list) -> None:
 def another(field: str, value: object) -> object:
     """Another value of a field, whatever it is."""
     if field == "functions":
-        other = copy.copy(value)
-        other.parts = {**value.parts, "reference": {"built": lambda *_: "other"}}
+        other, built = copy.copy(value), copy.copy(value.declared["built"])
+        built.parts = {**built.parts, "reference": lambda *_: "other"}
+        other.declared = {"built": built}
         return other
     if field == "root":  # the same sources, by another path
         os.symlink(str(value), f"{value}_other")
