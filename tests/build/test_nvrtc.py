@@ -457,7 +457,7 @@ def test_launch_tells_the_driver_what_the_author_says_and_the_caller_that_there_
         "attribute 1 of 3?", "device attribute 97 of 3?", "attribute 8 = 232432 of 3",
         "bend 5 2 3 64 1 1 100 on 0x1003; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
-        "context 0x23", "attribute 5 of 3?", "attribute 6 of 3?",
+        "context 0x23", "attribute 0 of 3?", "attribute 5 of 3?", "attribute 6 of 3?",
         "context 0x23", "bend 5 2 3 64 1 1 65536 on 0x1003, 4: 2 1 1, 2: 1 0 0; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
         "context 0x23", "bend 13 2 3 64 1 1 0 on 0x1003; (nil) 0x10 7",

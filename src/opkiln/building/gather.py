@@ -31,7 +31,7 @@ from opkiln.machine.facts import (
     merge_values,
 )
 from opkiln.plan.plan import anchors_of
-from opkiln.store import entry, key
+from opkiln.store import entry, key, publish
 from opkiln.store.key import Fact
 
 TYPE_CHECKING = False
@@ -346,7 +346,7 @@ def write(
         entry.LOG: log.encode("utf-8", "surrogateescape"),
     }
     for file, data in files.items():
-        with open(os.path.join(directory, file), "wb") as out:
+        with publish.create(os.path.join(directory, file), 0o600) as out:
             out.write(data)
     return key.deps_key(full["deps"])
 

@@ -22,9 +22,10 @@ inline Wide curve(const Wide& x, const Activation& a) {
     return x * opkiln::inverse<kDigits>(Wide::all(1) + opkiln::exp2<kDigits>(x * slope));
   } else {
     // max(x, 0) - |x| * tail(|x|): precise where the result is close to 0. The bound gives gelu(infinity) =
-    // infinity, as in the reference, instead of NaN.
-    const Wide distance = at_most(Wide::all(opkiln::kTailEnd<kDigits>), magnitude(x));
-    return subtract_product(at_least(Wide::all(0), x), distance, opkiln::normal_tail<kDigits>(distance));
+    // infinity, and (x + |x|) / 2 gives gelu(-infinity) = NaN, both as in the reference.
+    const Wide size = magnitude(x), half = Wide::all(0.5f);
+    const Wide distance = at_most(Wide::all(opkiln::kTailEnd<kDigits>), size);
+    return subtract_product(multiply_add(size, half, x * half), distance, opkiln::normal_tail<kDigits>(distance));
   }
 }
 
