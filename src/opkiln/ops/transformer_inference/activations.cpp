@@ -11,20 +11,20 @@ namespace {
 // The curves as they are computed here: silu is kTanh without the square.
 enum class Form : uint8_t { kClamp, kSilu, kTanh, kErf };
 
-template <class T, Form kForm>
-inline Wide curve(const Wide& x, const Activation& a) {
+template <class T, Form kForm, class V>
+inline V curve(const V& x, const Activation& a) {
   constexpr int kDigits = opkiln::kDigitsOf<T>;
   if constexpr (kForm == Form::kClamp) {
-    return at_least(Wide::all(a.low), x);
+    return at_least(V::all(a.low), x);
   } else if constexpr (kForm == Form::kSilu || kForm == Form::kTanh) {
-    Wide slope = Wide::all(-a.slope);
-    if constexpr (kForm == Form::kTanh) slope = multiply_add(x * x, Wide::all(-a.cubic), slope);
-    return x * opkiln::inverse<kDigits>(Wide::all(1) + opkiln::exp2<kDigits>(x * slope));
+    V slope = V::all(-a.slope);
+    if constexpr (kForm == Form::kTanh) slope = multiply_add(x * x, V::all(-a.cubic), slope);
+    return x * opkiln::inverse<kDigits>(V::all(1) + opkiln::exp2<kDigits>(x * slope));
   } else {
     // max(x, 0) - |x| * tail(|x|): precise where the result is close to 0. The bound gives gelu(infinity) =
     // infinity, and (x + |x|) / 2 gives gelu(-infinity) = NaN, both as in the reference.
-    const Wide size = magnitude(x), half = Wide::all(0.5f);
-    const Wide distance = at_most(Wide::all(opkiln::kTailEnd<kDigits>), size);
+    const V size = magnitude(x), half = V::all(0.5f);
+    const V distance = at_most(V::all(opkiln::kTailEnd<kDigits>), size);
     return subtract_product(multiply_add(size, half, x * half), distance, opkiln::normal_tail<kDigits>(distance));
   }
 }
@@ -35,7 +35,7 @@ void activate_plain(const Pointwise& p, int64_t first, int64_t last, bool around
     const int64_t start = row * p.columns + column;
     const T* const bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
     fill(static_cast<T*>(p.out) + start, Inputs<T, 2>{static_cast<const T*>(p.x) + start, bias}, count, around,
-         [a = p.activation](const Wide (&x)[2]) { return curve<T, kForm>(x[0] + x[1], a); });
+         [a = p.activation](const auto& x) { return curve<T, kForm>(x[0] + x[1], a); });
   });
 }
 
@@ -44,7 +44,7 @@ template <class T, Form kForm>
 void activate_halves(const Pointwise& p, const T* first, const T* second, const T* bias, const T* more,
                      T* out, int64_t count, bool around) {
   const auto inputs = p.gate_first ? Inputs<T, 4>{first, bias, second, more} : Inputs<T, 4>{second, more, first, bias};
-  fill(out, inputs, count, around, [a = p.activation](const Wide (&x)[4]) {
+  fill(out, inputs, count, around, [a = p.activation](const auto& x) {
     return curve<T, kForm>(x[0] + x[1], a) * (x[2] + x[3]);
   });
 }

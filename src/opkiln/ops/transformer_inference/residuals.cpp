@@ -19,9 +19,9 @@ void add_part(const Sum& s, int64_t first, int64_t last) {
     };
     const Inputs<T, 5> inputs{part(s.hidden, start), part(s.residual, start), part(s.bias, column),
                               part(s.attention_bias, column), part(s.attention, start)};
-    fill(static_cast<T*>(s.out) + start, inputs, count, around, [=](const Wide (&x)[5]) {
-      const Wide sum = multiply_add(Wide::all(scale), x[1] + x[2] + x[3], x[0]);
-      return multiply_add(Wide::all(attention_scale), x[4], sum);
+    fill(static_cast<T*>(s.out) + start, inputs, count, around, [=](const auto& x) {
+      const auto sum = multiply_add(Beside<T, 5>::all(scale), x[1] + x[2] + x[3], x[0]);
+      return multiply_add(Beside<T, 5>::all(attention_scale), x[4], sum);
     });
   });
 }
@@ -37,12 +37,12 @@ void mix_part(const Mix& m, int64_t first, int64_t last) {
     T* const out = static_cast<T*>(m.out) + start;
     if (m.by_row) {
       const float one = opkiln::as_float(coef[2 * row]), two = opkiln::as_float(coef[2 * row + 1]);
-      return fill(out, Inputs<T, 2>{residual, mlp}, count, around, [=](const Wide (&x)[2]) {
-        return multiply_add(x[0], Wide::all(one), x[1] * Wide::all(two));
+      return fill(out, Inputs<T, 2>{residual, mlp}, count, around, [=](const auto& x) {
+        return multiply_add(x[0], Beside<T, 2>::all(one), x[1] * Beside<T, 2>::all(two));
       });
     }
     fill(out, Inputs<T, 4>{residual, coef + column, mlp, coef + m.columns + column}, count, around,
-         [](const Wide (&x)[4]) { return multiply_add(x[0], x[1], x[2] * x[3]); });
+         [](const auto& x) { return multiply_add(x[0], x[1], x[2] * x[3]); });
   });
 }
 

@@ -50,19 +50,25 @@ struct Inputs {
   int64_t mask[kCount];  // of offsets: 0 repeats the first register. Set by fill().
 };
 
+// The registers of each input side by side. Eight of more than two inputs do not fit into a CPU's; those of fp32
+// wait for memory alone, which four do better.
+template <class T, int kCount>
+using Beside = opkiln::Registers<(kCount > 2 || sizeof(T) == 4 ? 4 : 8)>;
+
 // Stores value(x) for each register of the `count` elements at `to`; x is an array of the inputs' registers.
 // Everything is inlined here, because a call would pass registers in memory.
 template <class T, int kCount, class Value>
 [[gnu::flatten, gnu::noinline]] void fill_registers(T* to, const Inputs<T, kCount> inputs, int64_t count,
                                                     bool around, const Value value) {
-  for (int64_t at = 0; at < count; at += Wide::kLanes) {
-    Wide x[kCount];
+  using V = Beside<T, kCount>;
+  for (int64_t at = 0; at < count; at += V::kLanes) {
+    V x[kCount];
     for (int i = 0; i < kCount; ++i) {
       const T* const from = inputs.from[i] + (at & inputs.mask[i]);
-      prefetch_registers<Wide>(from);
-      x[i] = Wide::load(from);
+      prefetch_registers<V>(from);
+      x[i] = V::load(from);
     }
-    const Wide out = value(x);
+    const V out = value(x);
     if (around) {
       out.store_around(to + at);
     } else {
@@ -74,13 +80,14 @@ template <class T, int kCount, class Value>
 // The same for any count. Absent inputs are -0, which changes no sum. The rest goes through padded registers.
 template <class T, int kCount, class Value>
 void fill(T* to, Inputs<T, kCount> inputs, int64_t count, bool around, const Value& value) {
-  alignas(64) T none[Wide::kLanes], rest[kCount + 1][Wide::kLanes] = {};
-  Wide::all(-0.0f).store(none);
+  using V = Beside<T, kCount>;
+  alignas(64) T none[V::kLanes], rest[kCount + 1][V::kLanes] = {};
+  V::all(-0.0f).store(none);
   for (int i = 0; i < kCount; ++i) {
     inputs.mask[i] = inputs.from[i] ? -1 : 0;
     if (!inputs.from[i]) inputs.from[i] = none;
   }
-  const int64_t whole = whole_registers(count);
+  const int64_t whole = whole_registers<V>(count);
   fill_registers(to, inputs, whole, around && may_go_around(to), value);
   if (whole == count) return;
   const size_t bytes = static_cast<size_t>(count - whole) * sizeof(T);
@@ -88,7 +95,7 @@ void fill(T* to, Inputs<T, kCount> inputs, int64_t count, bool around, const Val
     __builtin_memcpy(rest[i], inputs.from[i] + (whole & inputs.mask[i]), bytes);
     inputs.from[i] = rest[i];
   }
-  fill_registers(rest[kCount], inputs, Wide::kLanes, false, value);
+  fill_registers(rest[kCount], inputs, V::kLanes, false, value);
   __builtin_memcpy(to + whole, rest[kCount], bytes);
 }
 
