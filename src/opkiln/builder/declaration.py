@@ -285,7 +285,7 @@ def _write(
     }
     parameters, arguments = _signature(function)
     tensors = [name for name, kind in kinds.items() if "Tensor" in kind]
-    # Whether each is no subclass of Tensor, and whether it requires a gradient.
+    # Whether each is a plain Tensor, and whether it requires a gradient.
     are_plain, tests = [], []
     for name in tensors:
         one = kinds[name] == "Tensor"

@@ -59,7 +59,7 @@ static void print(const char* text, size_t length) {
   }
 }
 
-// The next word of the server that is no note, with its body; NULL without one.
+// The next word of the server, with its body; NULL without one. Notes are printed and skipped.
 static char* hear(int server, char* kind) {
   for (;;) {
     uint32_t length = 0;
